@@ -5,6 +5,8 @@ BIN := .venv/bin
 READY := .venv/ready
 DEVELOPING := .venv/developing
 BROWSER := .venv/browser
+# Modules are compiled once, also where the shell says otherwise: tests start hundreds of programs.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test check docs shape reproduce bench clean
 help:  ## show this help

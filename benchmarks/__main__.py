@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks import (
     agreement,
+    any_network,
     bare_loop,
     codec,
     coded_epochs,
@@ -16,17 +17,22 @@ from benchmarks import (
     demo,
     efficiency,
     exact_wire,
+    frozen,
+    hostility,
     large_model,
     lossy,
     many_devices,
     prediction,
     privacy,
     record,
+    recorder,
     replanning,
     reproduction,
     scale,
     selection,
     shaping,
+    soak,
+    timeouts,
 )
 
 BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, object]]]] = {
@@ -45,13 +51,20 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "exact_wire": exact_wire.measure,
     "coded_epochs": coded_epochs.measure,
     "lossy": lossy.measure,
+    "frozen": frozen.measure,
     "dashboard": dashboard.measure,
+    "hostility": hostility.measure,
+    "recorder": recorder.measure,
     "privacy": privacy.measure,
+    "timeouts": timeouts.measure,
     "reproduction": reproduction.measure,
     "reproduction_full": reproduction.measure_full,
+    "virtual_soak": soak.measure_virtual,
+    "soak": soak.measure,
+    "any_network": any_network.measure,
 }
-#: Takes hours: run only if named.
-ON_REQUEST = ("reproduction_full",)
+#: These take long, or need packages that are not installed: run only if named.
+ON_REQUEST = ("hostility", "reproduction_full", "virtual_soak", "soak", "any_network")
 
 
 def main(names: list[str]) -> int:

@@ -52,7 +52,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def _tree(devices: int, epochs: int, batches: int) -> dict[str, Any]:
+def tree(devices: int, epochs: int, batches: int) -> dict[str, Any]:
     data = {"name": "synthetic", "shape": [1, 8, 8], "classes": 10, "samples_per_device": 100 * batches}
     return {
         "run": {"name": "page", "epochs": epochs, "batch_size": 100},
@@ -69,7 +69,7 @@ def measure(
     folder: Path, devices: int = DEVICES, epochs: int = EPOCHS, turns: int = TURNS, batches: int = 8
 ) -> tuple[list[Claim], dict[str, object]]:
     config = folder / "page.toml"
-    config.write_text(tomli_w.dumps(_tree(devices, epochs, batches)))
+    config.write_text(tomli_w.dumps(tree(devices, epochs, batches)))
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     shares: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(turns):
@@ -103,7 +103,7 @@ def _run(config: Path, runs: Path, way: str, epochs: int) -> tuple[list[float], 
         [sys.executable, "-m", "pipar", *words], stderr=subprocess.PIPE, text=True, env=environment
     )
     try:
-        return asyncio.run(_train(config, server, way, epochs))
+        return asyncio.run(train(config, server, way, epochs))
     finally:
         server.kill()
         server.wait()
@@ -111,7 +111,10 @@ def _run(config: Path, runs: Path, way: str, epochs: int) -> tuple[list[float], 
         server.stderr.close()
 
 
-async def _train(config: Path, server: subprocess.Popen[str], way: str, epochs: int) -> tuple[list[float], float]:
+async def train(
+    config: Path, server: subprocess.Popen[str], way: str, epochs: int, address: str = ADDRESS
+) -> tuple[list[float], float]:
+    """Train with devices in this process, and return the seconds of each epoch and the CPU seconds of the page."""
     torch.set_num_threads(1)
     loaded = load_config(config)
     workload = Workload(loaded)
@@ -120,7 +123,7 @@ async def _train(config: Path, server: subprocess.Popen[str], way: str, epochs: 
     links = {spec.name: spec.link for spec in device_specs(loaded)}
 
     async def live(name: str) -> None:
-        reconnector = Reconnector(name, ADDRESS, partial(connect, ADDRESS), Backoff.of_device(0, name, clock), ignore)
+        reconnector = Reconnector(name, address, partial(connect, address), Backoff.of_device(0, name, clock), ignore)
         equipment = Equipment(workload.shard(name), part_builder(workload, name), ThreadLanes, profile)
         take_part = partial(
             run_device, name, links[name], equipment, reconnector=reconnector, is_real=True, observe=ignore

@@ -31,9 +31,7 @@ BATCH = 100
 def measure(case: tuple[str, str, tuple[int, int, int]], budget_s: float) -> tuple[Profile, Counts]:
     name, norm, shape = case
     model = build_model(name, input_shape=shape, classes=10, norm=norm)
-    profile = measure_profile(
-        model, model_name=name, input_shape=shape, classes=10, batch_size=BATCH, budget_s=budget_s
-    )
+    profile = measure_profile(model, model_name=name, inputs=shape, classes=10, batch_size=BATCH, budget_s=budget_s)
     return profile, count_layers(model, shape)
 
 

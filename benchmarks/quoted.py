@@ -112,6 +112,28 @@ QUOTES = (
         ),
     ),
     Quote(
+        "CPU time of the flight recorder / time of the training, 20 devices",
+        "recorder",
+        ("CPU seconds of the recorder's thread / seconds",),
+    ),
+    Quote(
+        "a recording of 100 rounds of 20 devices",
+        "recorder",
+        ("100 rounds of 20 devices",),
+        "{:.2f}",
+        " MB",
+    ),
+    Quote(
+        "largest difference of a replayed epoch: plain, changing link, killed device",
+        "recorder",
+        tuple(
+            f"largest difference of a replayed epoch of {count}, {name}"
+            for count, name in ((6, "plain"), (6, "changing link"), (5, "killed device"))
+        ),
+        "{:.2f}",
+        " %",
+    ),
+    Quote(
         "peak memory / model size, for a model of 600 MB: server with 2 devices, device",
         "large_model",
         (

@@ -15,8 +15,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from benchmarks.record import RESULTS, Claim
 from pipar.config_file import config_from
 from pipar.job.job import Job
 from pipar.job.prepare import unplanned_timing_only_job
+from pipar.launch.worker_pool import map_in_workers
 from pipar.links import Link
 from pipar.planner.fleet import Fleet
 from pipar.planner.search import search_plans
@@ -119,13 +120,13 @@ def score_all(cases: Iterable[Case], devices: int = 100) -> Iterator[Row]:
     worlds: dict[tuple[str, str, str, str], list[int]] = {}
     for case in cases:
         worlds.setdefault(case[:4], []).append(case[4])
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        scoring = [pool.submit(score_training, training, its, devices) for training, its in worlds.items()]
-        try:
-            for one in as_completed(scoring):
-                yield from one.result()
-        finally:  # after an interruption, do not start the remaining ones
-            pool.shutdown(cancel_futures=True)
+    score = partial(_score_in_worlds, devices=devices)
+    for rows in map_in_workers(score, worlds.items(), os.cpu_count() or 1, preload=__name__):
+        yield from rows
+
+
+def _score_in_worlds(item: tuple[tuple[str, str, str, str], list[int]], devices: int) -> list[Row]:
+    return score_training(*item, devices)
 
 
 def resumed(

@@ -79,7 +79,7 @@ raises, pipar reports the error in one sentence that names the function.
 
 | key | called with | returns |
 |---|---|---|
-| `model.factory` | no arguments | an `nn.Sequential`, which can be cut after each child |
+| `model.factory` | no arguments | an `nn.Module`; an `nn.Sequential` can be cut after each child |
 | `data.factory` | a device's name, "validation" or "test" | a torch Dataset of (sample, label) pairs, or None |
 | `server.aggregator` | the keys of `[server.aggregation]` as keyword arguments | an aggregator, below |
 

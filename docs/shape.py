@@ -14,6 +14,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +24,7 @@ RULES = tomllib.loads((ROOT / "docs" / "packages.toml").read_text("utf-8"))
 _TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 _WITH_BODY = (ast.If, ast.FunctionDef, ast.AsyncFunctionDef)
 #: Calls that import a module without an import statement.
-_HIDDEN = ("importlib.import_module", "import_module", "__import__")
+_HIDDEN = ("import_module", "__import__")
 #: The vocabulary: modules that everything may import.
 ROOT_PACKAGE = "(root)"
 _TABLE = re.compile(r"(<!-- packages -->\n).*?(<!-- /packages -->)", re.DOTALL)
@@ -51,9 +52,13 @@ def package_of(module: str) -> str:
     return module.partition(".")[0] if "." in module else ROOT_PACKAGE
 
 
-def imports(source: str) -> Iterator[Import]:
-    """Yield every import of a source, also inside functions; `from a import b` counts as a.b."""
-    tree = ast.parse(source)
+@cache
+def imports(source: str) -> tuple[Import, ...]:
+    """Return every import of a source, also inside functions; `from a import b` counts as a.b."""
+    return tuple(_imports(ast.parse(source)))
+
+
+def _imports(tree: ast.Module) -> Iterator[Import]:
     checked = _inside(tree, lambda node: isinstance(node, ast.If) and ast.unparse(node.test) in _TYPE_CHECKING)
     late = _inside(tree, lambda node: isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     for node in ast.walk(tree):
@@ -63,9 +68,13 @@ def imports(source: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "a relative import hides where it points"
             targets = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in _HIDDEN:
+        elif isinstance(node, ast.Attribute | ast.Name) and _last_name(node) in _HIDDEN:
             targets = ["import_module"]
         yield from (Import(target, id(node) not in checked, id(node) in late) for target in targets)
+
+
+def _last_name(node: ast.Attribute | ast.Name) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id
 
 
 def _inside(tree: ast.Module, is_around: Callable[[ast.AST], bool]) -> set[int]:

@@ -12,9 +12,9 @@ import pipar
 from pipar.data.catalog import data_folder, dataset_info, find
 
 #: Packages of pipar on which no number of a virtual testbed depends: what users see and operate.
-_NEVER = ("cli", "dashboard", "monitoring", "report")
-#: Modules of other packages that only a deployment runs.
-_DEPLOYED = "launch/deployed_*.py"
+_NEVER = ("cli", "dashboard", "monitoring", "recording", "report")
+#: Modules of other packages that only a deployment or a replay runs.
+_OTHERS = ("launch/deployed_*.py", "launch/replay*.py")
 _HERE = Path(__file__).parent
 #: The modules of this folder that run cells; the others list them, or make tables and figures of their results.
 _RUN_CELLS = ("cells.py", "perturbed_times.py", "plan_scores.py", "replanning_cost.py")
@@ -49,7 +49,7 @@ def _sources_on_disk() -> str:
 def counts(name: str) -> bool:
     """Return whether numbers depend on a file of pipar, given by its path below the package."""
     path = PurePath(name)
-    return path.parts[0] not in _NEVER and not path.match(_DEPLOYED)
+    return path.parts[0] not in _NEVER and not any(map(path.match, _OTHERS))
 
 
 #: Libraries that compute with images, and so determine the last digits.

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipar.errors import InputError
+from pipar.launch.worker_pool import map_in_workers
 from reproduction.cell_file import append_outcome, read_cells
 from reproduction.cells import run_cell
 from reproduction.experiment import Cell, Outcome
@@ -66,26 +64,8 @@ def _run_all(cells: Sequence[Cell], processes: int) -> Generator[Outcome, None, 
     if processes <= 1:
         yield from map(_run, cells)
         return
-    # The fork server imports everything once; torch does not survive a fork after it has started threads.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([run_cell.__module__])
-    others = multiprocessing.active_children()
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_prepare) as pool:
-        running = [pool.submit(_run, cell) for cell in cells]
-        try:
-            for done in as_completed(running):
-                yield done.result()
-        except BaseException:  # also if the caller closes this generator: do not wait for running cells
-            _terminate(child for child in multiprocessing.active_children() if child not in others)
-            raise  # without its processes the pool cancels the remaining cells, and leaving it returns immediately
+    yield from map_in_workers(_run, cells, processes, preload=run_cell.__module__, prepare=_use_one_core)
 
 
-def _terminate(children: Iterable[Any]) -> None:
-    for child in children:
-        child.terminate()
-
-
-def _prepare() -> None:
-    """Let a worker process compute on one core and ignore Ctrl-C, which its parent handles."""
+def _use_one_core() -> None:
     os.environ.update({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import signal
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pipar.launch.worker_pool import map_in_workers
 from simulation.scenario import draw_scenario
 
 _LAST_EVENTS = 40
@@ -30,6 +28,7 @@ class Report:
     sentence: str = ""
     training: str = ""
     events: tuple[str, ...] = ()
+    samples: tuple[tuple[float, int, int], ...] = ()  # of a long world: round, resident bytes and open files
 
     @property
     def holds(self) -> bool:
@@ -57,34 +56,18 @@ def try_seed(seed: int, devices: int, rounds: int, *, verbose: bool = False) -> 
         "" if violation is None else violation.sentence,
         str(outcome.scenario),
         tuple(events),
+        tuple((one.at, one.rss_bytes, one.open_files) for one in outcome.samples),
     )
 
 
 def try_seeds(seeds: Iterable[int], devices: int, rounds: int, processes: int) -> Iterator[Report]:
     """Yield the report of every seed as it finishes."""
     attempt = partial(try_seed, devices=devices, rounds=rounds)
-    if processes == 1:
-        _prepare()
-        yield from map(attempt, seeds)
+    if processes > 1:
+        yield from map_in_workers(attempt, seeds, processes, preload="simulation.world", prepare=_prepare)
         return
-    # torch does not survive a fork after it has started threads.
-    spawn = multiprocessing.get_context("spawn")
-    others = multiprocessing.active_children()
-    with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_prepare_worker) as pool:
-        try:
-            for done in as_completed([pool.submit(attempt, seed) for seed in seeds]):
-                yield done.result()
-        except BaseException:  # Ctrl-C, or the caller closes this generator: do not wait for running worlds
-            for child in multiprocessing.active_children():
-                if child not in others:
-                    child.terminate()
-            raise  # without its processes the pool cancels the remaining worlds, and leaving it returns immediately
-
-
-def _prepare_worker() -> None:
-    """Ignore Ctrl-C, which the parent process handles."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prepare()
+    yield from map(attempt, seeds)
 
 
 def _prepare() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipar.cli.options import JSON, example, options, print_json
+from simulation.resources import Sample
 
 if TYPE_CHECKING:
     from simulation.campaign import Report
@@ -16,7 +17,11 @@ _SEEDS, _DEVICES, _ROUNDS = 100, 5, 5
 
 
 @click.command(
-    epilog=example("python -m simulation --seeds 1000 --processes 2", "python -m simulation --seed 17 --verbose"),
+    epilog=example(
+        "python -m simulation --seeds 1000 --processes 2",
+        "python -m simulation --seed 17 --verbose",
+        "python -m simulation --seeds 3 --rounds 1000",
+    ),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @options(
@@ -131,6 +136,8 @@ def _lines(reports: Sequence[Report], devices: int, rounds: int) -> Iterator[str
             yield f"Seed {report.seed} violates '{report.invariant}': {report.sentence}"
             sizes = "" if (devices, rounds) == (_DEVICES, _ROUNDS) else f" --devices {devices} --rounds {rounds}"
             yield f"To repeat it with all events: python -m simulation --seed {report.seed}{sizes} --verbose"
+        if report.samples:
+            yield from _resources(report)
     failed = [report.seed for report in reports if not report.holds]
     faults, restarts = sum(len(r.faults) for r in reports), sum(r.restarts for r in reports)
     virtual_s = sum(report.seconds for report in reports)
@@ -138,3 +145,12 @@ def _lines(reports: Sequence[Report], devices: int, rounds: int) -> Iterator[str
         f"{len(reports)} worlds, {virtual_s / 3600:.1f} hours of virtual time, {faults} faults, {restarts} restarts of "
         f"the server: {'all invariants held' if not failed else f'{len(failed)} failed'}."
     )
+
+
+def _resources(report: Report) -> Iterator[str]:
+    """Yield ten lines of what the process used during a long world."""
+    yield f"Seed {report.seed}: memory and open files of this process"
+    yield "   round   RSS MiB  files"
+    samples = report.samples
+    for at in samples[:: max(1, len(samples) // 10)]:
+        yield str(Sample(*at))

@@ -11,9 +11,10 @@ from pipar.execution.lanes import VirtualLanes
 from pipar.links import Link
 from pipar.planner.costs import Costs
 from simulation.checks import Checks
+from simulation.ledgers import Ledgers
 from simulation.memory_bounds import MemoryBounds
 from simulation.network import Network
-from simulation.processes import Processes
+from simulation.processes import Process, Processes
 from simulation.scenario import Scenario
 from simulation.tiny_training import Training
 
@@ -29,6 +30,11 @@ class Environment:
     processes: Processes
     checks: Checks
     memory: MemoryBounds
+    ledgers: Ledgers
+
+    def process(self, owner: str, machine: str, restart_after_s: float = 1.0) -> Process:
+        """Return a process on a machine, which reads that machine's clock."""
+        return Process(owner, machine, self.scenario.skews_s.get(machine, 0.0), restart_after_s)
 
     @property
     def link(self) -> Link:

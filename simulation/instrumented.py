@@ -10,11 +10,12 @@ import torch
 from pipar.execution.spans import SERVER
 from pipar.job.workload import Workload
 from pipar.nn.learner import TorchLearner
-from pipar.nn.parts import TorchDevicePart, TorchServerPart
+from pipar.nn.parts import MicroBatch, TorchDevicePart, TorchServerPart
 from pipar.nn.split import split_model
 from pipar.nn.tensors import state_body
 from pipar.wire.messages import Body, Message
 from pipar.wire.orders import Orders, TrainedPart
+from simulation.tampering import HUGE
 
 
 class CountingReplica:
@@ -77,23 +78,41 @@ class CountingLearner(TorchLearner):
 
 
 class PoisonablePart(TorchDevicePart):
-    """A device's part that packs weights which are not finite whenever `is_poisoned` returns True."""
+    """A device's part that packs weights which are not finite whenever `is_poisoned` returns True.
+
+    While `exaggerates` returns True, its activations are finite and huge.
+    """
 
     is_poisoned: Callable[[], bool]
+    exaggerates: Callable[[], bool]
+
+    def forward(self, micro_batch: int, piece: MicroBatch) -> torch.Tensor:
+        output = super().forward(micro_batch, piece)
+        assert isinstance(output, torch.Tensor)
+        if not self._has_loss and self.exaggerates():
+            output = self._outputs[micro_batch] = (output + 1.0) * HUGE
+        return output
 
     def pack(self, *, changes: bool = False) -> Body:
         if not self.is_poisoned():
             return super().pack(changes=changes)
-        return state_body({name: torch.full_like(tensor, torch.nan) for name, tensor in self.state().items()})
+        return state_body({name: _without_meaning(tensor) for name, tensor in self.state().items()})
 
 
-def poisonable_builder(workload: Workload, is_poisoned: Callable[[], bool]) -> Callable[[Orders], TorchDevicePart]:
+def _without_meaning(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same shape that is not finite; counters stay what they are."""
+    return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor
+
+
+def poisonable_builder(
+    workload: Workload, is_poisoned: Callable[[], bool], exaggerates: Callable[[], bool]
+) -> Callable[[Orders], TorchDevicePart]:
     """Return a function that builds a device's part, as `part_builder` does."""
 
     def build(orders: Orders) -> TorchDevicePart:
         part, rest = split_model(workload.build_model(), orders.plan.split_point)
         poisonable = PoisonablePart(part, workload.optimizer(), has_loss=len(rest) == 0, keeps_base=orders.keeps_base)
-        poisonable.is_poisoned = is_poisoned
+        poisonable.is_poisoned, poisonable.exaggerates = is_poisoned, exaggerates
         return poisonable
 
     return build

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
-from pipar.errors import CheckpointError, PiparError, ProtocolError, TrainingError
+from pipar.errors import BudgetSpentError, CheckpointError, LinkError, PiparError, ProtocolError, TrainingError
+from pipar.execution.spans import Span
 from pipar.nn.snapshot import Snapshot
 from pipar.storage.checkpoint import latest, read
+from simulation.disk import round_of
 from simulation.reference_training import State
 
 #: Rounding in float64, relative to the largest weight, and nothing else.
@@ -43,9 +46,25 @@ def programs_do_not_fail(
 
 
 def breaches_have_a_cause(program: str, error: BaseException, *, excused: bool) -> None:
-    """Lost links and crashes alone break no protocol: a breach follows from a damaged or duplicated message."""
-    if isinstance(error, ProtocolError | TrainingError) and not excused:
+    """Lost links and crashes break no protocol: a breach follows from a damaged, duplicated or hostile message."""
+    is_breach = isinstance(error, ProtocolError | TrainingError) and not isinstance(error, BudgetSpentError)
+    if is_breach and not excused:
         raise Violation("breaches have a cause", f"{program} ended with {type(error).__name__}: {error}")
+
+
+def admitted_devices_keep_trying(device: str, error: BaseException, *, admitted: bool) -> None:
+    """Whatever answers at the server's address, a device that was admitted once does not give up."""
+    if admitted and isinstance(error, LinkError):
+        raise Violation(
+            "admitted devices keep trying", f"{device} was admitted and ended with {type(error).__name__}: {error}"
+        )
+
+
+def only_members_count(epoch: int, counted: Sequence[str], members: Sequence[str]) -> None:
+    """A device that never trained is part of no model, whatever it sent."""
+    strangers = [name for name in counted if name not in members]
+    if strangers:
+        raise Violation("only members count", f"round {epoch} counts {strangers[0]}, which only attacks.")
 
 
 def samples_count_once(device: str, *, own: int, said: int, stepped: int | None, begun: int) -> None:
@@ -70,7 +89,7 @@ def counted_once_each(devices: Sequence[str]) -> None:
 
 def aggregate_is_the_mean(epoch: int, after: State, expected: State) -> None:
     """The model of a round is what plain training on the counted devices gives, by the definition of the method."""
-    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    largest = max(float(tensor.abs().max()) for tensor in expected.values() if tensor.is_floating_point())
     error = max(float((after[name] - tensor).abs().max()) for name, tensor in expected.items()) / largest
     if not error <= EXACT:
         raise Violation(
@@ -84,7 +103,10 @@ def log_is_true(folder: Path, counted: Mapping[int, Mapping[str, int]], saved: i
         lines = (folder / "rounds.jsonl").read_text("utf-8").splitlines()
     except FileNotFoundError:
         return
-    rows = [json.loads(line) for line in lines]
+    try:
+        rows = [json.loads(line) for line in lines]
+    except ValueError:
+        raise Violation("log is true", "rounds.jsonl has a row that is not JSON.") from None
     if [row["epoch"] for row in rows] != list(range(1, len(rows) + 1)):
         raise Violation("log is true", f"rounds.jsonl has the rounds {[row['epoch'] for row in rows]}.")
     if len(rows) > saved:
@@ -110,13 +132,15 @@ class OnDisk:
     counted: Mapping[int, Mapping[str, int]]
     least: int  # the round of the last checkpoint that was reported as saved
     most: int  # the last round that is over
-    failed: int  # saves since the last one that was reported
+    failed: int  # saves since the last one that was reported, or that take longer than a round
+    overwritten: frozenset[int] = frozenset()  # rounds of files that a misdirected write has damaged
 
 
 def checkpoint_is_whole(folder: Path, may_be: OnDisk) -> None:
-    """All checkpoints are whole, and the newest one is of the last round or the one before."""
+    """All checkpoints that no fault damaged are whole, and the newest one is of the last round or the one before."""
     name = "checkpoint is whole"
-    for path in sorted(folder.glob("round-*.pipar")):
+    paths = {round_of(path): path for path in sorted(folder.glob("round-*.pipar"))}
+    for path in (path for number, path in paths.items() if number not in may_be.overwritten):
         try:
             read(path)
         except CheckpointError as error:
@@ -126,7 +150,10 @@ def checkpoint_is_whole(folder: Path, may_be: OnDisk) -> None:
     except PiparError as error:
         raise Violation(name, str(error)) from None
     number = 0 if found is None else found.round
-    if not max(may_be.least, may_be.most - 1 - may_be.failed) <= number <= may_be.most:
+    least = max(may_be.least, may_be.most - 1 - may_be.failed)
+    if may_be.overwritten & paths.keys():  # the newest one that is left
+        least = max((saved for saved in paths if saved <= may_be.least and saved not in may_be.overwritten), default=0)
+    if not least <= number <= may_be.most:
         raise Violation(
             name, f"round {may_be.most} is over and {may_be.least} was saved, but the newest checkpoint is of {number}."
         )
@@ -137,6 +164,100 @@ def checkpoint_is_whole(folder: Path, may_be: OnDisk) -> None:
         raise Violation(name, f"the checkpoint of round {number} does not have the model that the round ended with.")
     if [dict(of) for of in found.round_log] != [dict(may_be.counted[n]) for n in range(1, number + 1)]:
         raise Violation(name, f"the checkpoint of round {number} has other rounds than those that were trained.")
+
+
+def unread_files_are_kept(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
+    """A server that cannot read its newest checkpoint changes no checkpoint, and does not start."""
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if changed:
+        raise Violation("unread files are kept", f"{changed[0]} was changed by a server that could not read it.")
+
+
+def saved_rounds_stay(resumed: int, saved: int) -> None:
+    """No round that was saved is trained again, unless the disk has damaged its checkpoint."""
+    if resumed < saved:
+        raise Violation("saved rounds stay", f"a server resumes after round {resumed}, but round {saved} was saved.")
+
+
+def one_server_at_a_time(servers: int) -> None:
+    """No two servers use the folder of a run at the same time."""
+    if servers > 1:
+        raise Violation("one server at a time", f"{servers} servers use the folder of the run.")
+
+
+def end_is_saved(epoch: int, saved: int) -> None:
+    """Devices are told that the training is over only after its last round is saved."""
+    if saved < epoch:
+        raise Violation("end is saved", f"devices were told that round {epoch} was the last; only {saved} are saved.")
+
+
+def result_is_complete(folder: Path, counted: Mapping[int, Mapping[str, int]], model: State) -> None:
+    """At the end, the result has every round, the model is that of the last one, and the trace can be read."""
+    name = "result is complete"
+    try:
+        rounds = json.loads((folder / "result.json").read_text("utf-8"))["rounds"]
+        written = safetensors.torch.load_file(folder / "model.safetensors")
+        json.loads((folder / "trace.json").read_text("utf-8"))["traceEvents"]
+    except (OSError, ValueError, LookupError) as error:
+        raise Violation(name, f"a file cannot be read: {type(error).__name__}: {error}.") from None
+    if [row["counted"] for row in rounds] != [dict(counted[epoch]) for epoch in sorted(counted)]:
+        raise Violation(name, f"result.json has {len(rounds)} rounds; {len(counted)} were trained.")
+    if not all(torch.equal(tensor, written[key]) for key, tensor in model.items()):
+        raise Violation(name, "model.safetensors is not the model of the last round.")
+
+
+#: Half the difference between the delays of HELLO and WELCOME, which faults make up to this long.
+_CLOCK_ERROR_S = 40.0
+
+
+def trace_is_true(spans: Sequence[Span], began_s: float, now_s: float) -> None:
+    """Spans of all machines are on the server's clock: within the time of the server's process."""
+    for span in spans:
+        if span.start < began_s - _CLOCK_ERROR_S or span.end > now_s + _CLOCK_ERROR_S:
+            raise Violation(
+                "trace is true",
+                f"a span of {span.owner} is at {span.start:g} s; the server runs from {began_s:g} to {now_s:g} s.",
+            )
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The updates that one device has sent, as counted by different parties."""
+
+    device: str
+    sent: int  # as seen on its link
+    allowed: int
+    on_file: int  # in the device's own file
+
+
+def budget_is_kept(ledger: Ledger) -> None:
+    """No update is sent before the device's file has it, and none beyond the budget, over all restarts."""
+    if ledger.on_file < ledger.sent:
+        raise Violation(
+            "budgets are kept", f"{ledger.device} has sent {ledger.sent} updates, but its file has {ledger.on_file}."
+        )
+    if ledger.sent > ledger.allowed:
+        raise Violation(
+            "budgets are kept", f"{ledger.device} has sent {ledger.sent} updates; its budget allows {ledger.allowed}."
+        )
+
+
+def budget_stops_in_time(ledger: Ledger) -> None:
+    """A device stops because of its budget only if it has used all of it."""
+    if ledger.on_file < ledger.allowed:
+        raise Violation(
+            "budgets are kept",
+            f"{ledger.device} stopped after {ledger.on_file} updates; its budget allows {ledger.allowed}.",
+        )
+
+
+def server_count_is_between(device: str, counted: int, known: int, on_file: int) -> None:
+    """A server knows of each update that counts, also after a restart, and of none that was not sent."""
+    if not counted <= known <= on_file:
+        raise Violation(
+            "budgets are kept",
+            f"the server knows of {known} updates of {device}; {counted} count, and the device has sent {on_file}.",
+        )
 
 
 @dataclass(frozen=True)

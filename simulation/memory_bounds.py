@@ -90,7 +90,11 @@ class MemoryBounds:
         """Return the most that any plan needs which this device ever had."""
         if name == SERVER:  # the model that all devices share
             return MemoryUse(SERVER, replica_bytes=self._profile.parameter_bytes(1, LAYERS))
-        return largest(name, [self._needs_by(plan, self._scenario.samples[name]) for plan in self._plans[name]])
+        samples = self._scenario.samples
+        if name not in samples:  # it may have any plan, and send nonsense of the size that its plan allows
+            every = [Plan(split_point, BATCH) for split_point in range(1, LAYERS + 1)]
+            return largest(name, [self._needs_by(plan, max(samples.values())) for plan in every])
+        return largest(name, [self._needs_by(plan, samples[name]) for plan in self._plans[name]])
 
     def _needs_by(self, plan: Plan, samples: int) -> MemoryUse:
         """Return the size of N micro-batches, their gradients, and all other messages of the rounds it may miss."""
@@ -113,7 +117,7 @@ class MemoryBounds:
         return MemoryUse(
             "",
             link_bytes=activations + said + rounds * per_round + trace,
-            inbox_bytes=activations + model + momentum,
+            inbox_bytes=activations + per_round,
             replica_bytes=0 if shares else replica,
             places=1,
         )

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pipar.errors import LinkError
 from pipar.transport.interface import Transport
 from pipar.wire.frames import HEADER_BYTES, Frame, pack_frame, unpack_frame
+from simulation.clocks import running_loop
+from simulation.imposter import Imposter
 
 UP, DOWN = 0, 1  # directions, and the ends that send in them: the device's and the server's
 #: Travel time of a frame without faults.
@@ -57,8 +59,10 @@ class Network:
         self._digest = hashlib.blake2b(digest_size=16)  # of every frame and its time
         self._note = note
         self._excuse = excuse
+        self.observe_down: Callable[[str, Frame], None] = lambda _, __: None  # frames that the server sends
         self._has_credentials = has_credentials
-        self._loop = asyncio.get_running_loop()
+        self._imposter: tuple[Imposter, float] | None = None  # and when it goes away
+        self._loop = running_loop()
         self._connections: list[_Connection] = []
         self._listening: tuple[Admit, contextvars.Context, Callable[[asyncio.Task[None]], None]] | None = None
 
@@ -88,26 +92,42 @@ class Network:
             connection.lose_side(UP, silently=silently)
 
     async def dial(self, name: str) -> Transport:
-        """Return a connection to the server, or raise LinkError."""
+        """Return a connection to the server, or to a program that answers at its address; or raise LinkError."""
         conditions = self.conditions[name]
         await asyncio.sleep(_TRAVEL_S)
-        if conditions.one_way_until > self._loop.time():
+        now = self._loop.true_time()
+        if conditions.one_way_until > now:
             await asyncio.sleep(_CONNECT_WITHIN_S)
             raise LinkError("The server did not answer.")
-        if self._listening is None or conditions.cut_until > self._loop.time():
+        if conditions.cut_until > now:
             raise LinkError("The server cannot be reached.")
-        connection = _Connection(name, self)
+        if self._imposter is not None and now < self._imposter[1]:
+            self._excuse(name)  # what it says is no breach by the device
+            self._note(name, f"meets an imposter: {self._imposter[0].answer}")
+            return self._imposter[0].accept()
+        return self.connect(name, name if self._has_credentials else None)
+
+    def connect(self, link: str, peer: str | None) -> Transport:
+        """Return a connection to the server over a link; `peer` is the name in the credential that is shown."""
+        if self._listening is None:
+            raise LinkError("The server cannot be reached.")
+        self.conditions.setdefault(link, LinkConditions())
+        connection = _Connection(link, self)
         self._connections.append(connection)
         admit, context, admitted = self._listening
-        admission = admit(connection.ends[DOWN], name if self._has_credentials else None)
+        admission = admit(connection.ends[DOWN], peer)
         self._loop.create_task(admission, context=context).add_done_callback(admitted)  # type: ignore[arg-type]
         return connection.ends[UP]
 
     # --- faults
 
+    def replace_server(self, imposter: Imposter, seconds: float) -> None:
+        """Let another program answer at the server's address for this time; connections that exist stay."""
+        self._imposter = (imposter, self._loop.true_time() + seconds)
+
     def cut(self, name: str, seconds: float, noticed_by: int | None = None) -> None:
         """Cut the link for this time; both ends notice now, or one does and the other by its keepalive."""
-        self.conditions[name].cut_until = self._loop.time() + seconds
+        self.conditions[name].cut_until = self._loop.true_time() + seconds
         for connection in [one for one in self._connections if one.device == name]:
             if noticed_by is None:
                 connection.die()
@@ -116,7 +136,7 @@ class Network:
 
     def lose_one_way(self, name: str, seconds: float, direction: int) -> None:
         """Lose all frames of one direction; both ends notice by their keepalive."""
-        self.conditions[name].one_way_until = self._loop.time() + max(seconds, KEEPALIVE_S)
+        self.conditions[name].one_way_until = self._loop.true_time() + max(seconds, KEEPALIVE_S)
         for connection in [one for one in self._connections if one.device == name]:
             connection.lose_direction(direction)
             self._loop.call_later(KEEPALIVE_S, connection.die)
@@ -130,14 +150,16 @@ class Network:
     def transmit(self, device: str, frame: Frame, direction: int) -> tuple[float, list[Frame | bytes]]:
         """Return the travel time of a frame and what arrives: the frame, damaged bytes, or the frame twice."""
         self.frames += 1
+        if direction == DOWN:
+            self.observe_down(device, frame)
         where = (frame.message.kind, frame.message.epoch, frame.message.iteration, frame.message.micro_batch)
         self._digest.update(
             repr(
-                (self._loop.time(), device, direction, where, frame.sequence, frame.acknowledged, frame.chunk)
+                (self._loop.true_time(), device, direction, where, frame.sequence, frame.acknowledged, frame.chunk)
             ).encode()
         )
         conditions = self.conditions[device]
-        travel_s = _TRAVEL_S + (conditions.slow_s if conditions.slow_until > self._loop.time() else 0.0)
+        travel_s = _TRAVEL_S + (conditions.slow_s if conditions.slow_until > self._loop.true_time() else 0.0)
         if conditions.late_s:
             travel_s += conditions.late_s.popleft()
         if conditions.damages and conditions.damages[0] & 1 == direction:
@@ -190,7 +212,7 @@ class _Connection:
 
     def send(self, direction: int, items: list[Frame | bytes | None], arrives_at: float) -> None:
         if direction not in self._lost:
-            self.network._loop.call_at(arrives_at, self._arrive, direction, items)
+            self.network._loop.call_at_true(arrives_at, self._arrive, direction, items)
 
     def _arrive(self, direction: int, items: list[Frame | bytes | None]) -> None:
         if direction not in self._lost:
@@ -213,7 +235,7 @@ class End:
             raise LinkError("The connection is lost.")
         network = self._connection.network
         travel_s, items = network.transmit(self._connection.device, frame, self._side)
-        self._last_arrival = max(self._last_arrival, network._loop.time() + travel_s)  # frames stay in order
+        self._last_arrival = max(self._last_arrival, network._loop.true_time() + travel_s)  # frames stay in order
         self._connection.send(self._side, list(items), self._last_arrival)
 
     async def read(self) -> Frame:
@@ -226,7 +248,7 @@ class End:
 
     async def close(self) -> None:
         if not self._is_over:
-            now = self._connection.network._loop.time()
+            now = self._connection.network._loop.true_time()
             self._connection.send(self._side, [None], max(self._last_arrival, now + _TRAVEL_S))
             self.lose()
         self._connection.network.forget(self._connection)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from simulation.clocks import on_machine
+
 _OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner", default="world")
 #: Cancelled tasks may start others in their `finally` blocks: cancel this many times before giving up.
 _CANCEL_TIMES = 20
@@ -18,6 +20,8 @@ class Process:
     """A server or a device from its start to its end."""
 
     owner: str  # of its tasks
+    machine: str = ""
+    skew_s: float = 0.0  # of the machine's clock
     restart_after_s: float = 1.0
     task: asyncio.Task[None] | None = None
     is_dead: bool = False
@@ -59,7 +63,7 @@ class Processes:
 
     def start(self, process: Process, program: Any) -> asyncio.Task[None]:
         """Run a program; it and all tasks that it starts belong to the process."""
-        context = contextvars.copy_context()
+        context = on_machine(process.machine, process.skew_s)
         context.run(_OWNER.set, process.owner)
         process.task = self._loop.create_task(program, context=context)
         return process.task

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipar.data.shard import Shard
+from pipar.execution.schedule import cut_epoch
 from pipar.nn.parts import Optimizer
 from simulation.scenario import BATCH
 
@@ -26,17 +27,21 @@ def federated_round(
 ) -> State:
     """Return the mean, weighted by samples, of the models that these devices train from the previous one."""
     total = sum(len(shard) for shard in shards.values())
-    mean = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
-    for shard in shards.values():
-        for name, tensor in _one_device(model, before, shard, epoch, rules).items():
-            mean[name] += tensor * (len(shard) / total)
-    return mean
+    trained = [(copied(_one_device(model, before, shard, epoch, rules)), len(shard)) for shard in shards.values()]
+    return {name: _mean([(state[name], count / total) for state, count in trained]) for name in before}
+
+
+def _mean(weighted: Sequence[tuple[Tensor, float]]) -> Tensor:
+    """Return the sum of tensors times their weights; counters of batches take the largest value."""
+    if not weighted[0][0].is_floating_point():
+        return torch.stack([tensor for tensor, _ in weighted]).amax(0)
+    return torch.stack([tensor * share for tensor, share in weighted]).sum(0)
 
 
 def _one_device(model: nn.Sequential, before: State, shard: Shard, epoch: int, rules: Optimizer) -> State:
     model.load_state_dict(before)
     velocity: dict[str, Tensor] = {}
-    for batch in _batches(shard, epoch):
+    for batch in _batches(shard, epoch, batch_statistics=_has_batch_statistics(model)):
         _descend(model, velocity, batch, rules)
     return model.state_dict()
 
@@ -51,7 +56,7 @@ def split_learning_round(
     model.load_state_dict(before)
     for shard in shards.values():
         moving = dict(velocity)  # a device's own layers start without momentum
-        for batch in _batches(shard, epoch):
+        for batch in _batches(shard, epoch, batch_statistics=_has_batch_statistics(model)):
             _descend(model, moving, batch, rules)
         velocity = {name: moving[name] for name in velocity}
     return copied(model.state_dict()), velocity
@@ -81,7 +86,12 @@ def splitfed_v2_round(
     server = {name: tensor.clone() for name, tensor in before.items() if name in velocity}
     parts = {name: {of: before[of] for of in before if of not in velocity} for name in contributions}
     moving: dict[str, State] = {name: {} for name in contributions}
-    turns = [(n, name, batch) for name, one in contributions.items() for n, batch in _trained_batches(one, epoch)]
+    with_statistics = _has_batch_statistics(model)
+    turns = [
+        (n, name, batch)
+        for name, one in contributions.items()
+        for n, batch in _trained_batches(one, epoch, batch_statistics=with_statistics)
+    ]
     for _, name, batch in sorted(turns, key=lambda turn: turn[:2]):
         model.load_state_dict({**parts[name], **server})
         momentum = {**moving[name], **velocity}
@@ -96,23 +106,30 @@ def _mean_of_parts(parts: Mapping[str, State], contributions: Mapping[str, Contr
     names = [name for name, one in contributions.items() if one.counts]
     total = sum(contributions[name].samples for name in names)
     share = {name: contributions[name].samples / total for name in names}
-    return {of: torch.stack([parts[name][of] * share[name] for name in names]).sum(0) for of in parts[names[0]]}
+    return {of: _mean([(parts[name][of], share[name]) for name in names]) for of in parts[names[0]]}
 
 
-def _trained_batches(one: Contribution, epoch: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+def _trained_batches(
+    one: Contribution, epoch: int, *, batch_statistics: bool
+) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     """Yield the batches that a device has trained, with their numbers."""
     left = one.samples
-    for number, batch in enumerate(_batches(one.shard, epoch), start=1):
+    for number, batch in enumerate(_batches(one.shard, epoch, batch_statistics=batch_statistics), start=1):
         left -= len(batch[1])
         if left < 0:
             return
         yield number, batch
 
 
-def _batches(shard: Shard, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    order = shard.order(epoch)
-    for start in range(0, len(order), BATCH):
-        yield shard.batch(epoch, order[start : start + BATCH])
+def _batches(shard: Shard, epoch: int, *, batch_statistics: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    order, start = shard.order(epoch), 0
+    for size in cut_epoch(len(order), BATCH, batch_statistics=batch_statistics):
+        yield shard.batch(epoch, order[start : start + size])
+        start += size
+
+
+def _has_batch_statistics(model: nn.Sequential) -> bool:
+    return any(isinstance(layer, nn.BatchNorm1d) for layer in model.modules())
 
 
 def _descend(model: nn.Sequential, velocity: dict[str, Tensor], batch: tuple[Tensor, Tensor], rules: Optimizer) -> None:

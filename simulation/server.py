@@ -7,14 +7,27 @@ import contextvars
 import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from pipar.config import DeviceSpec
-from pipar.errors import ProtocolError
-from pipar.events import Dropped, Event, Lost, Progress, Resumed, RoundOver, Saved, SaveFailed
+from pipar.errors import InputError, ProtocolError, StorageError
+from pipar.events import (
+    Dropped,
+    EpochResult,
+    Event,
+    Lost,
+    Progress,
+    Refused,
+    Resumed,
+    RoundOver,
+    Saved,
+    SaveFailed,
+)
 from pipar.execution.lanes import VirtualLanes
-from pipar.execution.spans import SERVER, Recorder
+from pipar.execution.spans import SERVER, Recorder, Span
+from pipar.execution.work import Work
 from pipar.job.job import Job
 from pipar.job.plans import make_plans
 from pipar.launch.assemble import ServerSetup, assemble_server
@@ -27,16 +40,27 @@ from pipar.server.program import Server
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest
 from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.run_folder import RunFolder
+from pipar.storage.run_lock import folder_locked
+from pipar.storage.whole_files import keep_trying
 from pipar.wire.orders import TrainedPart
-from simulation.disk import UnreliableDisk
+from simulation.clocks import running_loop
+from simulation.disk import DiskTroubles, UnreliableDisk, overwrite_newest_checkpoint, prepare_start
 from simulation.environment import Environment
 from simulation.instrumented import CountingLearner
-from simulation.invariants import MemoryUse, programs_do_not_fail
+from simulation.invariants import (
+    MemoryUse,
+    one_server_at_a_time,
+    programs_do_not_fail,
+    trace_is_true,
+    unread_files_are_kept,
+)
 from simulation.processes import Process
 from simulation.scenario import LAYERS, draw_encodings, draw_plans
 from simulation.tiny_training import CLASSES
 
 _SAVING_S = 0.3
+#: That a device may report.
+_MOST_SAMPLES = 1000
 _CHECKPOINTS = 3
 
 
@@ -46,6 +70,8 @@ class _Running:
 
     process: Process
     program: Server
+    learner: CountingLearner
+    folder: RunFolder
     checkpointer: CheckpointWriter
     observe: Callable[[Event], None]
     done: int  # rounds of the checkpoint that it resumed from
@@ -55,22 +81,26 @@ class _Running:
 class SimulatedServer:
     """The server from the beginning of the world to the end of the training."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, troubles: DiskTroubles) -> None:
         self.starts = 0
         self.finish_again = asyncio.Event()  # the end of the training was announced and then lost
-        self.disk: UnreliableDisk | None = None
+        self.troubles = troubles
+        self._disk: UnreliableDisk | None = None
         self._env = environment
         self._process: Process | None = None
         self._program: Server | None = None
         self._learner: CountingLearner | None = None
+        self._folder: RunFolder | None = None
+        self._holders = 0  # servers that use the folder of the run
         self._draws = random.Random(f"sessions {environment.scenario.seed}")
 
     async def run(self) -> None:
         """Restart the server whenever it ends, as systemd does, until the training is over."""
         checks, processes = self._env.checks, self._env.processes
         while True:
-            process = self._process = Process(f"server {self.starts}")
+            process = self._process = self._env.process(f"server {self.starts}", SERVER)
             self.starts += 1
+            excuses, files = self._excuses(), self._checkpoint_files()
             task = processes.start(process, self._serve(process))
             await asyncio.wait([task])
             if process.is_dead:
@@ -79,19 +109,50 @@ class SimulatedServer:
                 if checks.save_failures:
                     self.finish_again.set()
             elif not task.cancelled():
-                if (error := task.exception()) is not None:
+                error = task.exception()
+                if error is None:
+                    checks.result()
+                    checks.end()
+                    return
+                if not isinstance(error, InputError | StorageError) or not _may_fail(excuses, self._excuses()):
                     checks.note(SERVER, "".join(traceback.format_exception(error)))
                     checks.check(programs_do_not_fail, "the server", error)
-                checks.end()
-                return
+                self._note(f"does not start: {type(error).__name__}: {str(error).partition(' by process ')[0]}")
+                checks.check(unread_files_are_kept, files, self._checkpoint_files())
             await asyncio.sleep(process.restart_after_s)
+
+    def _note(self, sentence: str) -> None:
+        """Note a sentence without the name of the folder, which differs each time."""
+        self._env.checks.note(SERVER, sentence.replace(str(self._env.folder), "the run"))
+
+    def _excuses(self) -> tuple[bool, bool, int]:
+        """Return what may keep a server from starting: a file that cannot be read, a lock, and failed writes."""
+        return self.troubles.is_unreadable(), self._holders > 0, self.troubles.failed_writes
+
+    def _checkpoint_files(self) -> dict[str, bytes]:
+        if not self.troubles.is_unreadable():
+            return {}
+        return {path.name: path.read_bytes() for path in (self._env.folder / "checkpoint").glob("*")}
 
     # --- one process
 
     async def _serve(self, process: Process) -> None:
         """As `pipar server --resume` does."""
-        running = self._assemble(process)
-        server, network = running.program, self._env.network
+        with folder_locked(self._env.folder, "python -m simulation"), self._holding():
+            await self._train(self._assemble(process))
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Count a server that uses the folder."""
+        self._holders += 1
+        try:
+            self._env.checks.check(one_server_at_a_time, self._holders)
+            yield
+        finally:
+            self._holders -= 1
+
+    async def _train(self, running: _Running) -> None:
+        server, network, process = running.program, self._env.network, running.process
         network.listen(server.admit, contextvars.copy_context(), self._admitted)
         if running.is_resumed:
             running.observe(Resumed(running.done))
@@ -107,32 +168,42 @@ class SimulatedServer:
                 await running.checkpointer.finish()
                 network.hang_up(silently=False)
             server.close()
+        self._finish(running)
+
+    def _finish(self, running: _Running) -> None:
+        """Write the final files, however often that has to be tried."""
+        learner, note = running.learner, partial(self._env.checks.note, SERVER)
+        write = partial(running.folder.finish, weights=learner.packed_state(), weights_sha256=learner.sha256())
+        keep_trying(write, "The result", note, sleep=running_loop().leap)
 
     def _assemble(self, process: Process) -> _Running:
         env = self._env
         config, checkpoints = env.training.config, env.folder / "checkpoint"
-        found = latest(checkpoints, identity_of(config), lambda sentence: env.checks.note(SERVER, sentence))
+        prepare_start(env.folder, self.troubles)
+        self.troubles.power_fails_in = None
+        self._disk = UnreliableDisk(lambda: self.crash(1.0, silently=True), self.troubles)
+        found = latest(checkpoints, identity_of(config), self._note, self._disk)
         job = self._job(found)
+        folder = self._folder = self._open_folder(job, found)
         learner = self._learner = self._make_learner(job, process)
         env.memory.restart()
         done = 0 if found is None else found.round
         if found is not None:
             learner.restore(found.tensors)
         env.checks.resume_after(done)
-        folder = self._open_folder(job, found)
         observe = process.while_alive(folder.event_recorder(lambda event: self._observe(event, learner)))
         job = replace(job, plans={}, sizes={})
         enrolment = OpenEnrolment(job, {}, self._spec, partial(make_plans, rehearse=rehearse))
         enrolment.keep_plans({**env.scenario.plans, **(found.plans if found is not None else {})})
         enrolment.add_listener(folder.update_job)
-        self.disk = UnreliableDisk(lambda: self.crash(1.0, silently=True))
         checkpointer = CheckpointWriter(
-            Checkpoints(checkpoints, _CHECKPOINTS, self.disk),
+            Checkpoints(checkpoints, _CHECKPOINTS, self._disk),
             learner,
             folder,
             job=lambda: enrolment.job,
-            lane=VirtualLanes(["checkpoint"], Recorder(SERVER, frozenset()), lambda _: _SAVING_S),
+            lane=VirtualLanes(["checkpoint"], Recorder(SERVER, frozenset()), self._saving_s),
             observe=observe,
+            done=done,
         )
         lanes = env.lanes()
         self._program = assemble_server(
@@ -142,7 +213,7 @@ class SimulatedServer:
                 enrolment=enrolment,
                 pool=lanes,
                 background=lanes,
-                emit=process.while_alive(folder.add_epoch),
+                emit=process.while_alive(self._emit(folder, observe)),
                 observe=observe,
                 replan=self._choose if env.scenario.replans else None,
                 session_numbers=iter(lambda: 1 + self._draws.getrandbits(31), 0),
@@ -151,7 +222,24 @@ class SimulatedServer:
                 done=[result.val_loss for result in folder.epochs][:done],
             ),
         )
-        return _Running(process, self._program, checkpointer, observe, done, found is not None)
+        return _Running(process, self._program, learner, folder, checkpointer, observe, done, found is not None)
+
+    def _saving_s(self, work: Work) -> float:  # noqa: ARG002
+        """Return how long the next save takes: on a slow disk, longer than a round."""
+        slow_s = self.troubles.save_s
+        self._env.checks.is_saving_slow = bool(slow_s)
+        return slow_s.popleft() if slow_s else _SAVING_S
+
+    def _emit(self, folder: RunFolder, observe: Callable[[Event], None]) -> Callable[[EpochResult, list[Span]], None]:
+        """Return what records the result and the spans of an epoch, after they are checked."""
+        record, clock = folder.epoch_recorder(observe), asyncio.get_running_loop().time
+        began_s = clock()
+
+        def emit(result: EpochResult, spans: list[Span]) -> None:
+            self._env.checks.check(trace_is_true, spans, began_s, clock())
+            record(result, spans)
+
+        return emit
 
     def _job(self, found: Checkpoint | None) -> Job:
         job = Job(
@@ -160,11 +248,12 @@ class SimulatedServer:
             sizes={},
             server_profile=self._env.training.profile,
             device_profiles={},
-            batch_statistics=False,
-            dropout=False,
+            batch_statistics=self._env.scenario.has_batch_statistics,
+            dropout=self._env.scenario.network == "dropout",
             plans={},
             dataset="own",
             model="own",
+            most_samples=_MOST_SAMPLES,
         )
         return job if found is None else replace(job, plans=found.plans, sizes=found.samples)
 
@@ -183,6 +272,7 @@ class SimulatedServer:
             CLASSES,
             shares_server_model=job.method.shares_server_model,
             keep_momentum=job.keep_momentum,
+            trusts_devices=False,
         )
         learner = CountingLearner(workload.build_model(), job.split_points, settings)
         learner.on_aggregate = process.while_alive(self._aggregated)
@@ -213,8 +303,8 @@ class SimulatedServer:
             return
         self._env.checks.note(SERVER, "is gone")
         self._program = None
-        if self.disk is not None:
-            self.disk.lose_unsynced()
+        if self._disk is not None:
+            self._disk.lose_unsynced()
         self._env.network.hang_up(silently=silently)
         self._env.processes.kill(process, restart_after_s=restart_after_s)
 
@@ -226,12 +316,36 @@ class SimulatedServer:
             process.restart_after_s = restart_after_s
             process.task.cancel()
 
+    def make_unreadable(self, seconds: float, error: int | None) -> None:
+        """Let the newest checkpoint be unreadable for this time, with an error number or as another version."""
+        loop = running_loop()
+        until = loop.true_time() + seconds
+        self.troubles.read_error, self.troubles.is_unreadable = error, lambda: loop.true_time() < until
+
+    def overwrite_checkpoint(self) -> None:
+        """Damage the newest checkpoint, unless it is the last one that is left."""
+        if not self._env.checks.save_failures:
+            overwrite_newest_checkpoint(self._env.folder / "checkpoint", self.troubles)
+
+    def start_second(self, seconds: float) -> None:
+        """Start another server in the same folder; if it can start, it stays for this time."""
+        process = self._env.process("second server", SERVER)
+        self._env.processes.start(process, self._serve_second(seconds))
+
+    async def _serve_second(self, seconds: float) -> None:
+        try:
+            with folder_locked(self._env.folder, "a second server"), self._holding():
+                self._env.checks.note("second server", "holds the folder")
+                await asyncio.sleep(seconds)
+        except InputError as error:
+            self._env.checks.note("second server", "is refused" if "in use" in str(error) else str(error))
+
     # --- what is seen of it
 
     def _observe(self, event: Event, learner: CountingLearner) -> None:
         checks = self._env.checks
         match event:
-            case Progress():
+            case Progress() | EpochResult():
                 return
             case Saved():
                 checks.note(SERVER, f"Saved(epoch={event.epoch})")
@@ -239,7 +353,8 @@ class SimulatedServer:
                 return
             case SaveFailed():
                 checks.note(SERVER, f"SaveFailed(epoch={event.epoch})")
-                checks.save_failed()
+                if event.reason.startswith("The checkpoint of round"):
+                    checks.save_failed()
                 return
         checks.note(SERVER, str(event))
         self._env.memory.observe(event)
@@ -247,7 +362,9 @@ class SimulatedServer:
             case Lost() if "Sending failed" in event.reason:
                 checks.check(programs_do_not_fail, "the server", RuntimeError(event.reason))
             case Dropped() | Lost() if "the server failed to" in event.reason:
-                checks.check(programs_do_not_fail, "the server", RuntimeError(event.reason))
+                checks.server_failed(event.device, event.reason)
+            case Refused() if not event.again:
+                checks.breach(event.device, ProtocolError(event.reason))
             case Dropped() if "broke the protocol" in event.reason:
                 checks.breach(event.device, ProtocolError(event.reason))
             case RoundOver():
@@ -255,6 +372,8 @@ class SimulatedServer:
                     present = [session.device for session in self._program.sessions]
                     self._env.memory.end_round(present, self._learner.replica_bytes())
                 checks.round_is_over(event, learner.state())
+                if self._folder is not None:
+                    self._env.ledgers.round_is_over(self._folder.accountant, checks.counted)
             case _:
                 pass
 
@@ -272,3 +391,8 @@ class SimulatedServer:
         """Yield what is held for each device, and its limit."""
         if self._program is not None and self._learner is not None:
             yield from self._env.memory.of_server(self._program.sessions, self._learner.replica_bytes())
+
+
+def _may_fail(before: tuple[bool, bool, int], after: tuple[bool, bool, int]) -> bool:
+    """Return whether a fault kept a server from starting, given what might before and after its attempt."""
+    return any((*before[:2], *after[:2])) or before[2] != after[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,11 +12,14 @@ from pipar.config import Config
 from pipar.config_file import config_from
 from pipar.data.datasets import Images
 from pipar.job.workload import UserObjects, Workload
+from pipar.nn.inputs import InputForm
+from pipar.privacy import accounting
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.wire import encodings
 from simulation.scenario import BATCH, LAYERS, RECTIFIED, Scenario
 
 INPUTS, HIDDEN, CLASSES = 4, 80, 3
+DELTA = 1e-5
 #: Small enough that automatically chosen encodings are worth their time on a slow link.
 _SHARES = {"sparse": (0.3, 0.3), "planes": (0.2, 0.2), "sparse-planes": (0.1, 0.1)}
 
@@ -43,7 +47,7 @@ def _config(scenario: Scenario) -> Config:
                 "epochs": scenario.rounds,
                 "batch_size": BATCH,
                 "seed": scenario.seed,
-                "trace": "off",
+                "trace": "full" if scenario.is_traced else "off",
             },
             "model": {"dtype": "float64", "norm": "none"},
             "wire": {"encoding": scenario.encoding},
@@ -56,10 +60,22 @@ def _config(scenario: Scenario) -> Config:
                 "min_devices": scenario.min_devices,
                 "round_deadline": scenario.round_deadline_s,
                 "resume_window": scenario.resume_window_s,
+                "keepalive": "30s",
             },
+            "privacy": _privacy(scenario),
             "devices": [{"name": name} for name in scenario.names],
         }
     )
+
+
+def _privacy(scenario: Scenario) -> dict[str, Any]:
+    """Return the section of the configuration with which a device may send as many updates as the scenario allows."""
+    privacy = scenario.privacy
+    if privacy is None:
+        return {}
+    # Half an update more than allowed: rounding does not decide about the last one.
+    target = accounting.epsilon((privacy.releases + 0.5) * accounting.cost(privacy.noise_multiplier), DELTA)
+    return {"noise_multiplier": privacy.noise_multiplier, "target_epsilon": target, "delta": DELTA}
 
 
 def _network_and_data(scenario: Scenario) -> UserObjects:
@@ -67,19 +83,30 @@ def _network_and_data(scenario: Scenario) -> UserObjects:
     generator = torch.Generator().manual_seed(scenario.seed)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(scenario.seed)
-        model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)).double()
+        model = _network(scenario.network)
     assert len(model) == LAYERS
     data = {}
     for name, count in scenario.samples.items():
         inputs = torch.randn((count, INPUTS), generator=generator, dtype=torch.float64)
         data[name] = Images(inputs, torch.randint(CLASSES, (count,), generator=generator))
     own = UserObjects.of(config_from({}), model, None, None, None)
-    return replace(own, training=data, input_shape=(INPUTS,), classes=CLASSES)
+    return replace(own, training=data, form=InputForm.given((INPUTS,)), classes=CLASSES)
+
+
+def _network(kind: str) -> nn.Sequential:
+    """Return a network of three layers; the second one ends with its ReLU."""
+    first: nn.Module = nn.Linear(INPUTS, HIDDEN)
+    second: nn.Module = nn.ReLU()
+    if kind == "batch-norm":
+        second = nn.Sequential(nn.BatchNorm1d(HIDDEN), nn.ReLU())
+    elif kind == "dropout":
+        first = nn.Sequential(first, nn.Dropout(0.2))
+    return nn.Sequential(first, second, nn.Linear(HIDDEN, CLASSES)).double()
 
 
 def _profile(model: nn.Sequential) -> Profile:
     """Return what the network costs on a machine of the world: tens of milliseconds per layer."""
-    layers, x = [], torch.zeros((1, INPUTS), dtype=torch.float64)
+    layers, x = [], torch.zeros((2, INPUTS), dtype=torch.float64)  # batch statistics need two samples
     for place, (name, layer) in enumerate(model.named_children(), start=1):
         with torch.no_grad():
             x = layer(x)

@@ -105,6 +105,7 @@ devices = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(
     st.lists(devices, min_size=1, max_size=3, unique_by=lambda group: group.name),
     st.fixed_dictionaries(
@@ -188,6 +189,10 @@ MISTAKES = [
     (
         {"server": {"allow": 5}},
         'server.allow = 5 is not allowed: write the names of devices, as in ["pi-1", "pi-2"], or',
+    ),
+    (
+        {"server": {"allow": ["a", "b"], "min_devices": 3}},
+        "server.min_devices = 3, but server.allow names only 2 devices, so the training would never start",
     ),
     ({"server": {"allow": []}}, "server.allow = [] is not allowed: write the names of devices"),
     ({"server": {"aggregation": 5}}, "server.aggregation = 5 is not allowed: write [server.aggregation] with"),

@@ -51,6 +51,7 @@ def test_drawing_from_one_generator_does_not_affect_another_of_the_same_key() ->
     assert other.random() == random_streams.generator(0, "a").random()
 
 
+@pytest.mark.slow
 @given(Key, Key)
 def test_different_keys_draw_different_numbers(one: tuple, other: tuple) -> None:  # type: ignore[type-arg]
     same = first(one[0], one[1], *one[2]) == first(other[0], other[1], *other[2])

@@ -65,6 +65,7 @@ def imported(path: Path) -> set[str]:
     return plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
+@pytest.mark.slow
 def test_no_module_imports_a_test_module() -> None:
     test_module = re.compile(r"(.*\.)?(test_\w+|conftest)")
     found = {

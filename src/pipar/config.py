@@ -71,8 +71,13 @@ def _size(value: Any) -> Any:
     return size
 
 
-def _duration(value: Any) -> Any:
-    """Return a duration in seconds, at least 0."""
+def _cache_size(value: Any) -> Any:
+    """Return a size in bytes; "off" is 0."""
+    return 0 if value in ("off", 0) and value is not False else _size(value)
+
+
+def _duration(value: Any, or_: str = "") -> Any:
+    """Return a duration in seconds, at least 0; an error also names the words that are allowed instead."""
     if value is None:
         return None
     try:
@@ -80,14 +85,29 @@ def _duration(value: Any) -> Any:
     except (ConfigError, ValueError, OverflowError):
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ValueError('is not a duration; write a number with its unit, as in "30s" or "500ms"')
+        words = f", or {or_}" if or_ else ""
+        raise ValueError(f'is not a duration; write a number with its unit, as in "30s" or "500ms"{words}')
     return seconds
 
 
+def _chosen_duration(value: Any) -> Any:
+    """Return a duration in seconds, or "auto"."""
+    return value if value == "auto" else _duration(value, or_="auto")
+
+
+def _deadline(value: Any) -> Any:
+    """Return a duration in seconds, "auto", or "off", which is also what None means."""
+    if value is None or value == "off":
+        return "off"
+    return value if value == "auto" else _duration(value, or_="auto or off")
+
+
 def _keepalive(value: Any) -> Any:
-    seconds = _duration(value)
-    if seconds is None or seconds < _LEAST_KEEPALIVE_S:
-        raise ValueError(f"is not allowed: peers are pinged at most every {_LEAST_KEEPALIVE_S:g} s; the default is 30s")
+    seconds = _chosen_duration(value)
+    if seconds is None or (seconds != "auto" and seconds < _LEAST_KEEPALIVE_S):
+        raise ValueError(
+            f"is not allowed: peers are pinged at most every {_LEAST_KEEPALIVE_S:g} s; the default is auto"
+        )
     return seconds
 
 
@@ -124,6 +144,16 @@ def _allow(value: Any) -> Any:
             'is not allowed: write the names of devices, as in ["pi-1", "pi-2"], or the path of a file with one a line'
         )
     return tuple(dict.fromkeys(value))
+
+
+def _module_paths(value: Any) -> Any:
+    """Return the paths of modules."""
+    is_list = isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value)
+    if value is not None and not is_list:
+        raise ValueError(
+            'is not a list of module paths; write them in order of execution, as in ["layer1", "layer2.0"]'
+        )
+    return value
 
 
 def _table(value: Any) -> Any:
@@ -174,6 +204,9 @@ class RunSection(_Section):
 class ModelSection(_Section):
     name: Literal[MODELS] = "vgg5"  # type: ignore[valid-type]
     factory: str | None = None
+    weights: str | None = None  # a safetensors file to start from
+    cut_points: Annotated[tuple[str, ...] | None, BeforeValidator(_module_paths)] = None  # None: every usable cut
+    freeze: list[str] = Field(default_factory=list)  # patterns of the names of parameters that are not trained
     norm: Literal["batch", "group", "none"] = "group"
     dtype: Literal["float32", "float64"] = "float32"
 
@@ -244,11 +277,12 @@ class ServerSection(_Section):
     allow: Annotated[tuple[str, ...] | str | None, BeforeValidator(_allow)] = None  # names, or a file of them
     max_samples: Positive | None = None  # of one device
     min_devices: Positive | None = None  # all that are in the configuration
-    round_deadline: Annotated[float | None, BeforeValidator(_duration)] = None  # seconds
-    resume_window: Annotated[float, BeforeValidator(_duration)] = 30.0
-    keepalive: Annotated[float, BeforeValidator(_keepalive)] = 30.0
+    round_deadline: Annotated[float | Literal["auto", "off"], BeforeValidator(_deadline)] = "auto"  # seconds
+    resume_window: Annotated[float | Literal["auto"], BeforeValidator(_chosen_duration)] = "auto"
+    keepalive: Annotated[float | Literal["auto"], BeforeValidator(_keepalive)] = "auto"
     checkpoint_every: NotNegative = 1  # rounds; 0 is never
     checkpoint_keep: Positive = 3
+    activation_cache: Annotated[int, BeforeValidator(_cache_size)] = 2**30  # bytes of each device; 0 is off
 
     @property
     def proximal(self) -> float:
@@ -342,12 +376,31 @@ class Config(_Section):
         return self
 
     @model_validator(mode="after")
+    def _enough_are_allowed(self) -> Config:
+        allowed, wanted = self.server.allow, self.server.min_devices
+        if isinstance(allowed, tuple) and wanted is not None and wanted > len(allowed):
+            raise ValueError(
+                f"server.min_devices = {wanted}, but server.allow names only {len(allowed)} devices, so the training "
+                "would never start: allow more devices, or lower server.min_devices"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _aggregator_fits(self) -> Config:
         server = self.server
         parameters = all_parameters(server.aggregator, server.aggregation)
         check_method(server.aggregator, METHODS[self.run.method])
         check_devices(server.aggregator, parameters, sum(group.count for group in self.devices))
         return self
+
+
+def refuse_cut_points(config: Config) -> None:
+    """Raise ConfigError if cut points are given for one of pipar's own networks."""
+    if config.model.cut_points is not None:
+        raise ConfigError(
+            f"model.cut_points is for your own network, but model.name is '{config.model.name}', which can be cut "
+            "after each of its layers: leave it out, or give model.factory."
+        )
 
 
 #: With clips and noise multipliers beyond these, float64 overflows or underflows: a device would add less noise than it

@@ -142,10 +142,10 @@ _LONGEST_TEXT = 1000
 _LONGEST_CAUSE = 300
 
 
-def peer_text(text: object) -> str:
+def peer_text(text: object, most: int = _LONGEST_TEXT) -> str:
     """Return a text that a peer has sent for a message or a log line: short, and without unprintable characters."""
-    shown = one_line(str(text)[:_LONGEST_TEXT])
-    return f"{shown} ..." if len(str(text)) > _LONGEST_TEXT else shown
+    shown = one_line(str(text)[:most])
+    return f"{shown} ..." if len(str(text)) > most else shown
 
 
 def one_line(text: str) -> str:

@@ -45,6 +45,7 @@ class EpochResult:
     error_down: float | None = None  # of gradients, likewise
     epsilon: float | None = None  # the largest of all devices, if updates have noise
     device_bytes: dict[str, list[int]] = field(default_factory=dict)  # by device: up, down
+    device_rates: dict[str, list[float | None]] = field(default_factory=dict)  # likewise, measured bits per second
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,6 +68,10 @@ class Starting:
     program: str  # "server", "device", "run" or "compare"
     what: str  # the model, the data and the devices
     where: str = ""  # the address that the server listens on or the device connects to
+
+
+#: The first step of most commands, which takes seconds.
+LOADING = "Loading torch and the network"
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,20 @@ class Listening:
 @dataclass(frozen=True)
 class Barred:
     """The server cannot check credentials, and refuses all devices until the named problem is fixed."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Reloaded:
+    """A file of credentials or of allowed devices has changed, and this program uses the new content."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class ReloadFailed:
+    """A changed file of credentials cannot be used; the server continues with what it has loaded before."""
 
     reason: str
 
@@ -149,11 +168,32 @@ class ReplanFailed:
 
 
 @dataclass(frozen=True)
+class NotKept:
+    """The server cannot keep a device's activations, which are the same in every epoch: they are sent in each."""
+
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Waiting:
     """The training starts or continues when enough devices have joined."""
 
     present: int
     wanted: int
+
+
+@dataclass(frozen=True)
+class TimeoutsChosen:
+    """How long the server waits for a device, chosen by itself; None where the configuration says it, or nothing does.
+
+    Those of the device that is waited for longest, at the first round and whenever one has changed by a factor of two.
+    """
+
+    silent_s: float | None  # without a sign of life, it is lost
+    resume_s: float | None  # it keeps its place after its connection broke
+    limit_s: float | None  # for its round, unless it makes progress
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -366,12 +406,16 @@ Event = (
     | Started
     | Listening
     | Barred
+    | Reloaded
+    | ReloadFailed
     | Expiring
     | Refused
     | Joined
     | Replanned
     | ReplanFailed
+    | NotKept
     | Waiting
+    | TimeoutsChosen
     | RoundOver
     | BegunAnew
     | BudgetSpent

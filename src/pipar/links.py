@@ -13,8 +13,10 @@ from pipar.units import format_rate, parse_duration, parse_rate
 NAMED_LINKS = {"4g": (10e6, 25e6), "4g+": (20e6, 40e6), "wifi": (50e6, 50e6), "unlimited": (None, None)}
 #: A link that changes more often would cost more to emulate than to send its bytes.
 _LEAST_EVERY_S = 1e-3
-_CHANGING = 'write {cycle = ["4g", "wifi"], every = "60s"}'
-_STEADY = 'write a name or {up = "10Mbit/s", down = "25Mbit/s", latency = "20ms"}'
+_CYCLE = '{cycle = ["4g", "wifi"], every = "60s"}'
+_RATES = '{up = "10Mbit/s", down = "25Mbit/s", latency = "20ms"}'
+_CHANGING = f"write {_CYCLE}"
+_STEADY = f"write a name or {_RATES}"
 
 Quantity = TypeVar("Quantity")
 
@@ -42,11 +44,20 @@ class Link(BaseModel):
             raise ValueError(f"changes every {every_s:g} s; give at least '{_LEAST_EVERY_S * 1e3:g}ms'")
         return cls(**{**dict(cycle[0]), "cycle": tuple(cycle), "every_s": every_s})
 
+    def times(self, factor: float) -> Link:
+        """Return the link with all its rates multiplied; what has no limit still has none."""
+        update = {
+            "up_bps": self.up_bps and self.up_bps * factor,
+            "down_bps": self.down_bps and self.down_bps * factor,
+            "cycle": tuple(link.times(factor) for link in self.cycle),
+        }
+        return self.model_copy(update=update)
+
 
 def parse_link(value: Any) -> Any:
     if isinstance(value, Mapping) and ("cycle" in value or "every" in value):
         return _parse_changing_link(value)
-    return value if isinstance(value, Link) else _parse_steady_link(value)
+    return value if isinstance(value, Link) else _parse_steady_link(value, f"{_RATES}, or {_CYCLE}")
 
 
 def _parse_changing_link(value: Mapping[str, Any]) -> Link:
@@ -68,11 +79,12 @@ def _parse_link_of_cycle(value: Any) -> Link:
         raise ValueError(f"has {value!r} in its cycle, which {error}") from None
 
 
-def _parse_steady_link(value: Any) -> Link:
+def _parse_steady_link(value: Any, forms: str = _RATES) -> Link:
     if isinstance(value, str):
         if value not in NAMED_LINKS:
             hint = did_you_mean(value, NAMED_LINKS)
-            raise ValueError(f"is not a link{hint}; there are {', '.join(NAMED_LINKS)} and {{up, down, latency}}")
+            names = ", ".join(NAMED_LINKS)
+            raise ValueError(f"is not a link{hint}; there are {names}; or write {forms}")
         up, down = NAMED_LINKS[value]
         return Link(up_bps=up, down_bps=down)
     if not isinstance(value, Mapping) or "cycle" in value:

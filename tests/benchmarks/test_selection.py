@@ -116,6 +116,7 @@ def test_an_edit_of_the_planner_makes_kept_rows_invalid(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_fork_server")
 def test_small_fleets_are_scored_in_separate_processes(selection: Any, tmp_path: Path) -> None:
     cases = [("Pi 3B", "vgg5", "mnist", "wifi", 1), ("half at half speed", "vgg5", "mnist", "4g", 2)]
     rows = selection.resumed(cases, tmp_path / "rows.jsonl", devices=4)

@@ -28,8 +28,16 @@ def wrong_classes():
 def wrong_input():
     return nn.Sequential(nn.Flatten(), nn.Linear(99, 10))
 
-def not_a_sequential():
-    return nn.Linear(1024, 10)
+def not_a_module():
+    return "resnet18"
+
+class Branching(nn.Linear):
+    def forward(self, x):
+        flat = x.flatten(1)
+        return super().forward(flat if flat.sum() > 0 else -flat)
+
+def branching():
+    return Branching(1024, 10)
 
 def batch_norm():
     return nn.Sequential(nn.Flatten(), nn.Linear(1024, 10), nn.BatchNorm1d(10))
@@ -39,15 +47,32 @@ def no_held_out(name):
         return None
     return TensorDataset(torch.zeros(20, 1, 32, 32), torch.arange(20) % 10)
 
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 4), nn.Linear(4, 3)
+
+    def forward(self, input_ids, attention_mask):
+        return self.head((self.embed(input_ids) * attention_mask.unsqueeze(-1)).mean(1))
+
+def tokens(name):
+    return [({"input_ids": torch.arange(5) + at, "token_types": torch.zeros(5)}, at % 3) for at in range(9)]
+
+def masked_tokens(name):
+    return [({"input_ids": torch.arange(5) + at, "attention_mask": torch.ones(5)}, at % 3) for at in range(99)]
+
 number = 5
 """
+#: A safetensors file with one empty tensor "x".
+OTHER_WEIGHTS = b"\x38" + b"\0" * 7 + b'{"x":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}  '
+OWN_ENCODER = "run --virtual --set model.factory=own_models:Encoder --set"
 TORN = "[run\nepochs = 1"
 MNIST_LIKE = "run --virtual --data synthetic --set data.shape=[1,28,28]"
 
 #: The command line (words split at blanks), and words that its one line has.
 COMMANDS = [
     # unknown words
-    ("runn", "'runn' is not a command; there are certs, compare, completion, data,"),
+    ("runn", "'runn' is not a command; there are certs, compare, completion, cuts, data,"),
     ("data fetch", "'fetch' is not a command; there are get, list"),
     ("run --colour red", "No such option"),
     ("run --estimate paper", "It is a key of the configuration: write --set plan.estimate=VALUE."),
@@ -56,7 +81,9 @@ COMMANDS = [
     ("run --partition=iid", "write --set data.partition=VALUE."),
     ("compare --plan.window 3", "write --set plan.window=VALUE."),
     ("run --profile x.json", "write --set server.profile=VALUE or --set devices.profile=VALUE."),
-    ("--estimate", "No such option '--estimate'."),
+    ("--estimate", "No such option '--estimate' of `pipar`: it belongs to `pipar plan`."),
+    ("run --resume", "No such option '--resume' of `pipar run`: it belongs to `pipar server`."),
+    ("compare --virtual --server 127.0.0.1:1", "of `pipar compare`: it belongs to `pipar device`."),
     ("run --virtual --timing-only", "exclude each other"),
     ("run --dashboard train.toml", "--dashboard train.toml is not an address: write HOST:PORT"),
     ("compare --dashboard 127.0.0.1:99999", "'127.0.0.1:99999' is not an address"),
@@ -92,7 +119,8 @@ COMMANDS = [
     ("run --method fedsgd", "run.method = 'fedsgd' is not known; allowed are pipar, fl"),
     ("run --model vgg6", "model.name = 'vgg6' is not known"),
     ("run --data digit", "data.name = 'digit' is not known"),
-    ("run --link 5g", "devices.link = '5g' is not a link; there are 4g, 4g+, wifi, unlimited"),
+    ("run --link 5g", "devices.link = '5g' is not a link; there are 4g, 4g+, wifi, unlimited; or write {up = "),
+    ("run --link 5g", 'or {cycle = ["4g", "wifi"], every = "60s"}'),
     ("run --link {up=-1}", "devices.link.up"),
     ("run --speed 0", "devices.speed = 0 is not allowed"),
     ("run --devices 0", "devices.count = 0 is not allowed"),
@@ -137,7 +165,14 @@ COMMANDS = [
     (f"{MNIST_LIKE} --model vgg16", "vgg16"),
     ("run --virtual --set model.factory=own_models:wrong_classes", "but 10 classes need (2, 10)"),
     ("run --virtual --set model.factory=own_models:wrong_input", "The model does not take inputs of 1x32x32"),
-    ("run --virtual --set model.factory=own_models:not_a_sequential", "must be a torch.nn.Sequential"),
+    ("run --virtual --set model.factory=own_models:not_a_module", "is a str, but it must be a torch.nn.Module"),
+    ("run --virtual --set model.factory=own_models:branching", "Branching cannot be cut, because torch.export cannot"),
+    ("run --virtual --set model.weights=gone.safetensors", "'gone.safetensors' cannot be read: No such file"),
+    ("run --virtual --set model.weights=torn.toml", "model.weights = 'torn.toml' is not a safetensors file: write one"),
+    (
+        "run --virtual --set model.weights=other.safetensors",
+        "model.weights = 'other.safetensors' does not fit the network: the file has no 'conv1.",
+    ),
     ("run --virtual --set data.samples_per_device=1000", "There are 1197 training samples, but 4 devices need 4000"),
     ("run --timing-only --set data.samples_per_device=1000", "4000 samples are requested, but digits has 1197"),
     (
@@ -163,6 +198,21 @@ COMMANDS = [
     ("run --virtual --set run.patience=2 --set data.validation=0", "run.patience = 2 needs a validation set"),
     ("run --set run.patience=2 --set data.factory=own_models:no_held_out", "run.patience = 2 needs a validation set"),
     ("run --timing-only --set run.patience=2", "run.patience = 2 needs validation losses"),
+    # devices that may not take part
+    ("run --virtual --set server.allow=['device-1']", "server.allow does not name 'device-2', which is in [[devices]]"),
+    ("run --timing-only --set server.allow=nobody.txt", "Cannot read the names of the devices that may take part"),
+    # samples that the network does not take
+    (f"{OWN_ENCODER} data.factory=own_models:tokens", "there is no 'attention_mask'. Give the names that it takes"),
+    (f"{OWN_ENCODER} data.factory=own_models:no_held_out", "The model does not take inputs of 1x32x32"),
+    (
+        f"{OWN_ENCODER} data.factory=own_models:masked_tokens",
+        "The model does not take inputs of attention_mask 5, input_ids 5",
+    ),
+    ("run --virtual --set data.factory=own_models:tokens", "Samples are input_ids 5 (int64), token_types 5, but this"),
+    (
+        f"{OWN_ENCODER} data.factory=own_models:tokens --set privacy.pixel_epsilon=1 --set privacy.pixel_delta=1e-5",
+        "privacy.pixel_epsilon adds noise to pixels",
+    ),
     # missing objects and files
     ("run --set model.factory=own_models:nobody", "own_models has no 'nobody'"),
     ("run --set model.factory=own_models:number", "is of type int, not a function"),
@@ -184,6 +234,7 @@ COMMANDS = [
     ),
     ("run --virtual --set server.profile=torn.toml --set devices.profile=torn.toml", "torn.toml is not a profile"),
     ("run --virtual --data mnist --set data.path=empty", "mnist is not complete in empty/MNIST/raw"),
+    ("run --virtual --data mnist --set data.path=empty", "Run `pipar data get mnist --path empty`, or give the folder"),
 ]
 
 
@@ -202,6 +253,7 @@ def place(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     """The current folder, with a module of factories and a truncated file; runs go to `runs` in it."""
     (tmp_path / "own_models.py").write_text(FACTORIES, "utf-8")
     (tmp_path / "torn.toml").write_text(TORN, "utf-8")
+    (tmp_path / "other.safetensors").write_bytes(OTHER_WEIGHTS)
     (tmp_path / "table.toml").write_text("[devices]\ncount = 3\n", "utf-8")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)

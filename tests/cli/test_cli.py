@@ -110,6 +110,7 @@ def test_the_version_is_one_line(pipar: Pipar) -> None:
     assert pipar("--version") == "pipar 0.1.0\n"
 
 
+@pytest.mark.slow
 def test_the_command_line_starts_without_torch_grpc_and_the_like() -> None:
     heavy = ("torch", "grpc", "sklearn", "numpy", "rich", "starlette", "uvicorn")
     script = f"import sys, pipar.cli; print([name for name in {heavy} if name in sys.modules])"
@@ -148,6 +149,7 @@ for command in {commands}:
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_the_address_of_the_live_page_goes_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--dashboard", "127.0.0.1:0", "--dashboard-token=correct-horse-battery"]
     with pytest.raises(SystemExit) as ended:
@@ -186,6 +188,7 @@ def test_a_virtual_run_gives_the_fields_of_a_result(pipar: Pipar, runs: Path) ->
     assert document["command"].startswith("pipar run --virtual --json --name 42")
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_a_table_that_fits_80_columns(pipar: Pipar, runs: Path) -> None:
     text = pipar("run", "--timing-only", "--name", "mine", *SMALL)
     words = " ".join(text.split())
@@ -196,6 +199,7 @@ def test_a_run_ends_with_a_table_that_fits_80_columns(pipar: Pipar, runs: Path) 
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_the_table_of_a_run_has_the_window_of_its_plan(pipar: Pipar) -> None:
     window = ["--set", "plan.schedule=1f1b", "--set", "plan.window=2", "--split-point", "2", "--micro-batches", "5"]
     assert "plan P=2 N=5 1f1b(2)" in " ".join(pipar("run", "--timing-only", *window, *SMALL).split())
@@ -212,6 +216,7 @@ def test_settings_and_short_options_override_the_file(pipar: Pipar, tmp_path: Pa
     assert (document["method"], document["seed"], document["plans"][0]["split_point"]) == ("sfl", 5, 2)
 
 
+@pytest.mark.slow
 def test_compare_prints_one_row_per_method_with_the_speed_up_over_fl(pipar: Pipar, runs: Path) -> None:
     text = pipar("compare", "--timing-only", "--methods", "pipar,fl,sl", "--name", "x", *SMALL)
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.split()[:1] and "P=" in line}
@@ -272,10 +277,12 @@ def test_a_comparison_of_private_trainings_has_their_epsilon_within_80_columns(t
     ]
 
 
+@pytest.mark.slow
 def test_compare_without_fl_is_relative_to_the_first_method(pipar: Pipar) -> None:
     assert "vs sfl" in pipar("compare", "--timing-only", "--methods", "sfl,pipar", *SMALL)
 
 
+@pytest.mark.slow
 def test_compare_prints_a_list_of_results_as_json(pipar: Pipar) -> None:
     documents = json.loads(pipar("compare", "--timing-only", "--json", "--methods", "fl,pipar,fl", *SMALL))
     assert [document["method"] for document in documents] == ["fl", "pipar"]

@@ -21,6 +21,7 @@ from pipar.events import (
     Joined,
     Preparing,
     Progress,
+    Refused,
     ReplanFailed,
     Replanned,
     Started,
@@ -244,6 +245,12 @@ def test_a_failed_tracker_is_reported_even_if_quiet() -> None:
     failed = TrackerFailed("mlflow", "OSError: no\nspace")
     said = "Tracker mlflow is off, training continues without it: OSError: no\\nspace\n"
     assert _shown(failed, terminal=False, quiet=True) == said
+
+
+def test_a_program_that_may_not_join_is_reported_even_if_quiet() -> None:
+    refused = Refused("a device at 127.0.0.1", "The server does not\nknow this token.")
+    said = "a device at 127.0.0.1 was refused: The server does not\\nknow this token.\n"
+    assert _shown(refused, terminal=False, quiet=True) == said
 
 
 @pytest.mark.parametrize(

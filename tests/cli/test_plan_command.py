@@ -32,7 +32,7 @@ from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 SMALL = ["--devices", "2", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
 ENTRY = {"device", "split_point", "micro_batches", "window", "encoding", "up", "down"}
 FIELDS = {"plans", "predicted_epoch_s", "bottleneck", "runners_up"}
-ADDED = {"groups", "server", "method", "model", "dataset", "utilisation", "estimate", "simulations", "seconds"}
+ADDED = {"cuts", "groups", "server", "method", "model", "dataset", "utilisation", "estimate", "simulations", "seconds"}
 SEARCHED = {"best", "chosen_epoch_s", "score", "exhaustive"}
 
 Pipar = Callable[..., str]
@@ -150,6 +150,7 @@ def test_groups_have_their_own_bottlenecks(board: Path, tmp_path: Path) -> None:
         assert busiest == pytest.approx(document["utilisation"][lane])
 
 
+@pytest.mark.slow
 def test_a_predicted_epoch_is_as_long_as_a_timing_only_run_of_the_plan(
     pipar: Pipar, board: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,6 +295,7 @@ def test_links_that_change_have_plans_for_each_of_their_states(pipar: Pipar) -> 
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_plans_that_stay_are_timed_in_each_state_of_the_links(pipar: Pipar) -> None:
     document = json.loads(pipar("--json", *CHANGING, "--set", "plan.replan=false"))
     first, second = document["states"]
@@ -400,6 +402,7 @@ def test_a_limit_on_leakage_moves_the_cut_and_shows_its_cost(
     assert privacy["relative"] == pytest.approx(document["predicted_epoch_s"] / free["predicted_epoch_s"])
 
 
+@pytest.mark.slow
 def test_the_output_names_ruled_out_cuts_and_their_cost(pipar: Pipar, tmp_path: Path) -> None:
     text = " ".join(pipar(*limit(tmp_path, 1, 2, 3, 4)).split())
     assert "privacy.max_leakage = 0.5 rules out P=1 (leaks 0.80), P=2 (leaks 0.80), P=3 (leaks 0.80), P=4" in text

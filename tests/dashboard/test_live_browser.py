@@ -31,7 +31,7 @@ def training(**server: Any) -> dict[str, Any]:
             "test": 10,
         },
         "plan": {"split_point": 2, "micro_batches": 2},
-        "server": {"cores": 1, **server},
+        "server": {"cores": 1, "round_deadline": "off", "keepalive": "30s", **server},
         "devices": [{"name": "pi", "count": 2, "link": LINK, "speed": 1.0}],
     }  # fmt: skip
 

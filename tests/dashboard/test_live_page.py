@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import http.client
 import json
+import logging
 import re
 import select
 import socket
@@ -305,6 +306,7 @@ def is_cut_off(client: socket.socket) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_browsers_that_never_read_delay_nothing_and_cost_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     servers: list[Any] = []
 
@@ -331,6 +333,7 @@ def test_browsers_that_never_read_delay_nothing_and_cost_no_memory(monkeypatch: 
     assert max(held) < 65536 + 2 * max(sizes)
 
 
+@pytest.mark.slow
 def test_a_browser_that_reads_nothing_for_long_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "REFRESH_S", 0.002)
     monkeypatch.setattr(web, "READ_WITHIN_S", 0.2)
@@ -387,6 +390,7 @@ def test_one_browser_too_many_is_refused() -> None:
         assert ask(dashboard, "/").status == 200
 
 
+@pytest.mark.slow
 def test_a_training_never_waits_for_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
     held, release, went_on = threading.Event(), threading.Event(), threading.Event()
 
@@ -408,7 +412,7 @@ def test_a_training_never_waits_for_its_page(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_page_that_cannot_process_an_event_logs_it_once_and_continues(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, log_records: list[logging.LogRecord]
 ) -> None:
     take = LiveState.take
 
@@ -422,12 +426,12 @@ def test_a_page_that_cannot_process_an_event_logs_it_once_and_continues(
         for event in (Lost("a", "gone"), Lost("b", "gone"), Joined("c", 1)):
             dashboard.observe(event)
         watcher.until(lambda state: states_of(state) == {"c": "joined"})
-    (said,) = caplog.messages
-    assert said == "The live page is incomplete: it could not process Lost."
+    (record,) = log_records
+    assert record.getMessage() == "The live page is incomplete: it could not process Lost."
 
 
 def test_a_failed_page_leaves_no_thread_or_socket(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, log_records: list[logging.LogRecord]
 ) -> None:
     with opened() as dashboard:
         monkeypatch.setattr(dashboard._program, "_keep_up", None)  # of this page alone
@@ -437,4 +441,6 @@ def test_a_failed_page_leaves_no_thread_or_socket(
             assert not dashboard._inbox
         with pytest.raises(ConnectionRefusedError):
             ask(dashboard)
-    assert caplog.messages == ["The live page has failed; training continues without it."]
+    assert [record.getMessage() for record in log_records] == [
+        "The live page has failed; training continues without it."
+    ]

@@ -55,6 +55,7 @@ def test_digits_are_all_of_scikit_learns_images_in_three_parts() -> None:
     assert abs(sum(float(x.mean()) for x, _ in digits.train.batches(1197, torch.float32))) < 0.02
 
 
+@pytest.mark.slow
 def test_digits_held_out_sets_change_neither_with_the_seed_nor_with_each_other() -> None:
     usual, other = load_dataset("digits"), load_dataset("digits", seed=9, validation=10)
     assert same(usual.test, other.test)
@@ -97,6 +98,7 @@ def test_synthetic_of_another_size_begins_with_the_same_samples() -> None:
     assert not rows(large.train) & rows(large.test)
 
 
+@pytest.mark.slow
 def test_synthetic_can_be_learnt_from_its_training_set_and_is_centred() -> None:
     made = load_dataset("synthetic", train_samples=500)
     (x, y), (tx, ty) = (next(part.batches(1000, torch.float32)) for part in (made.train, made.test))
@@ -148,9 +150,15 @@ def test_datasets_are_found_in_pipar_data(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(load_dataset("mnist").train) == 50
 
 
-def test_the_error_for_a_missing_dataset_says_where_it_was_expected_and_how_to_get_it(tmp_path: Path) -> None:
-    with pytest.raises(DataError) as caught:
+def test_the_error_for_a_missing_dataset_says_where_it_was_expected_and_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError) as given:
         load_dataset("cifar10", path=tmp_path)
+    assert f"`pipar data get cifar10 --path {tmp_path}`, or give the folder" in str(given.value)
+    monkeypatch.setenv("PIPAR_DATA", str(tmp_path))
+    with pytest.raises(DataError) as caught:
+        load_dataset("cifar10")
     message = str(caught.value)
     assert str(tmp_path / "cifar-10-batches-bin") in message
     assert "pipar data get cifar10" in message
@@ -241,6 +249,7 @@ def test_tiny_imagenet_with_too_few_classes_is_refused(tmp_path: Path) -> None:
 # ---- real files ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("real_dataset", "shape", "classes"),
     [("mnist", (1, 28, 28), 10), ("cifar10", (3, 32, 32), 10), ("cifar100", (3, 32, 32), 100)],
@@ -314,6 +323,18 @@ def test_an_iterable_dataset_and_bfloat16_are_accepted() -> None:
     assert (len(images), images.images.dtype) == (3, torch.float32)
 
 
+def test_integers_tuples_and_dictionaries_stay_as_they_are() -> None:
+    numbers = dataset_images([(torch.tensor([3, -1]), 0), ([4, 5], 1)])
+    assert (numbers.images.tolist(), str(numbers.form)) == ([[3, -1], [4, 5]], "2 (int64)")
+    pairs = dataset_images([((torch.tensor([0.5]), np.array([True])), 0)] * 2)
+    floats, flags = next(pairs.batches(2, torch.float64))[0]
+    assert (floats.dtype, flags.dtype, str(pairs.form)) == (torch.float64, torch.bool, "(1, 1 (bool))")
+    named = dataset_images([({"mask": [1, 0], "ids": torch.tensor([7, 8])}, 2), ({"ids": [9, 9], "mask": [1, 1]}, 2)])
+    assert list(named.images) == ["ids", "mask"]
+    assert named.take(np.array([1])).images["ids"].tolist() == [[9, 9]]
+    assert (named.form.tensors[0].low, named.form.tensors[0].high) == (7, 9)
+
+
 @pytest.mark.parametrize(
     ("items", "sentence"),
     [
@@ -324,8 +345,14 @@ def test_an_iterable_dataset_and_bfloat16_are_accepted() -> None:
         ([(torch.zeros(2), "cat")], "not a pair"),
         ([(torch.zeros(2), 1.5)], "not a pair"),
         ([(torch.zeros(2), -1)], "labels start at 0"),
-        ([(torch.zeros(2, dtype=torch.int64), 0)], "uint8 or floating point"),
-        ([("picture.png", 0)], "uint8 or floating point"),
+        ([(torch.zeros(2, dtype=torch.complex64), 0)], "floating point, integers or bool"),
+        ([("picture.png", 0)], "it must be of numbers"),
+        ([({"ids": "some text"}, 0)], "'ids' in item 0 of the dataset is a str"),
+        ([((torch.zeros(2, dtype=torch.uint8), torch.zeros(2)), 0)], "tensor 0 in item 0 of the dataset is uint8"),
+        ([({"a": [1]}, 0), ({"b": [1]}, 0)], "item 1 of the dataset is b torch.int64"),
+        ([({"a": [1]}, 0), ({"a": [1.0]}, 0)], "all items must have one dtype and shape"),
+        ([({"a": [1]}, 0), (torch.zeros(1), 0)], "all items must have one dtype and shape"),
+        ([((torch.zeros(1),), 0), (torch.zeros(1), 0)], "all items must have one dtype and shape"),
     ],
 )
 def test_unusable_items_are_refused(items: list[Any], sentence: str) -> None:
@@ -346,3 +373,10 @@ def test_a_factory_is_called_with_the_name_and_may_have_no_such_set(
     assert images is not None
     assert images.images.tolist() == [[4.0, 4.0]]
     assert factory_images("own_data_of_a_test:make", "test") is None
+
+
+def test_a_network_that_overwrites_its_inputs_does_not_change_the_dataset() -> None:
+    images = dataset_images([(torch.full((2,), -1.0), 0) for _ in range(3)])
+    for batch in (*(inputs for inputs, _ in images.batches(2, torch.float32)), images.rows(slice(0, 2))):
+        batch.relu_()
+    assert torch.equal(images.images, torch.full((3, 2), -1.0))

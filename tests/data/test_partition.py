@@ -22,6 +22,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[int]]:
     return labels, [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
 
 
+@pytest.mark.slow
 @given(cases(), st.sampled_from(SCHEMES), st.integers(0, 2**32), st.floats(1e-6, 1e6), st.integers(1, 5))
 def test_every_scheme_gives_disjoint_parts_of_exact_sizes_and_is_deterministic(
     case: tuple[np.ndarray, list[int]],
@@ -104,6 +105,7 @@ def test_wrong_settings_are_refused() -> None:
         even_sizes(10, 0)
 
 
+@pytest.mark.slow
 def test_more_devices_than_samples_are_refused_before_they_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_slow(_: Config) -> None:
         raise AssertionError("a hundred thousand devices were listed")

@@ -116,6 +116,12 @@ def test_named_files_and_make_targets_exist(document: Path) -> None:
     assert set(re.findall(r"(?:`|^    )make (\w+)", text, re.MULTILINE)) <= targets
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_named_tests_exist(document: Path) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", document.read_text("utf-8"))
+    assert [test for path, test in named if f"def {test}(" not in (ROOT / path).read_text("utf-8")] == []
+
+
 def test_every_picture_is_shown_somewhere() -> None:
     shown = {
         name for path in DOCUMENTS for name in re.findall(r"!\[[^]]+\]\(\S*images/(\S+?)\)", path.read_text("utf-8"))
@@ -137,6 +143,7 @@ def test_fields_of_an_epoch_are_documented() -> None:
     assert re.findall(r"`(\w+)`", first_cells) == [field.name for field in fields(EpochResult)]
 
 
+@pytest.mark.slow
 def test_no_file_names_a_path_of_its_authors_machine() -> None:
     # Folders of one person or one machine, and the path of this clone.
     places = re.compile(r"(?<![\w.~$])/(?:home|root|Users|work|workspace|mnt)/\w|\b[A-Z]:\\")

@@ -53,6 +53,7 @@ def test_sleepers_of_the_same_moment_all_wake_then_and_in_the_same_order_every_t
     assert run_virtually(main()) == run_virtually(main())
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=20))
 def test_a_sleeper_wakes_at_exactly_the_float_it_asked_for(moments: list[float]) -> None:
     async def main() -> list[tuple[str, float]]:

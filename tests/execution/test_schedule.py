@@ -92,6 +92,7 @@ def test_a_batch_is_cut_into_n_pieces_whenever_it_has_n_samples(batch: int, n: i
     assert len(cut_batch(batch, n)) == min(batch, n)
 
 
+@pytest.mark.slow
 @given(st.integers(2, 500), sizes)
 def test_with_batch_statistics_each_piece_has_at_least_two_samples(batch: int, n: int) -> None:
     assert min(cut_batch(batch, n, batch_statistics=True)) >= 2

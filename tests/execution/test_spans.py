@@ -57,6 +57,7 @@ def test_busy_is_the_union_of_spans_within_ten_seconds(spans: list[tuple[float, 
     assert uncovered_s(found, 0.0, 10.0) == 10.0 - busy
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=12))
 def test_the_union_counts_every_second_once(pairs: list[tuple[int, int]]) -> None:
     spans = [span(float(start), float(start + length)) for start, length in pairs]
@@ -114,6 +115,7 @@ totals = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(totals, st.lists(spans, max_size=8))
 def test_a_trace_is_restored_to_the_last_bit(sums: dict[str, Totals], found: list[Span]) -> None:

@@ -79,6 +79,7 @@ def test_next_is_the_inverse_of_previous(n: int) -> None:
     assert edges == {(stage, after) for stage in all_stages(n) for after in following(stage, n)}
 
 
+@pytest.mark.slow
 @given(timed_iterations())
 def test_each_stage_ends_its_own_time_after_the_last_it_waits_for(iteration: tuple[int, dict[Stage, float]]) -> None:
     n, times = iteration
@@ -87,6 +88,7 @@ def test_each_stage_ends_its_own_time_after_the_last_it_waits_for(iteration: tup
         assert ends[stage] == times[stage] + max([0.0, *(ends[before] for before in previous(stage, n))])
 
 
+@pytest.mark.slow
 @given(timed_iterations())
 def test_no_lane_runs_two_stages_at_the_same_time(iteration: tuple[int, dict[Stage, float]]) -> None:
     n, times = iteration
@@ -108,6 +110,7 @@ def test_a_slower_stage_never_makes_any_stage_end_earlier(
     assert all(before[stage] <= after[stage] <= before[stage] + 7.0 for stage in before)
 
 
+@pytest.mark.slow
 @given(timed_iterations())
 def test_the_last_backward_ends_the_iteration(iteration: tuple[int, dict[Stage, float]]) -> None:
     n, times = iteration

@@ -64,6 +64,7 @@ def configuration(profile: Path, *settings: str) -> Config:
 # --- timing-only counts as virtual time does
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -94,6 +95,7 @@ def test_a_timing_only_run_counts_noise_on_the_bytes_that_get_it(profile: Path, 
     assert [job.noised_bytes for job in jobs if job is not None] == [noised, noised]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -149,6 +151,7 @@ def test_a_single_sample_that_joins_the_batch_before_is_accepted(profile: Path, 
     assert prepare_timing_only(configuration(profile, *settings), rehearse) is not None
 
 
+@pytest.mark.slow
 def test_patience_needs_a_validation_set(profile: Path) -> None:
     config = configuration(profile, "run.patience=2", "data.name=synthetic", "data.validation=0")
     with pytest.raises(ConfigError, match=r"run\.patience = 2 needs a validation set"):
@@ -429,6 +432,7 @@ def test_another_batch_size_has_another_key() -> None:
 # --- settings that override a configuration
 
 
+@pytest.mark.slow
 def test_settings_override_a_configuration_object(profile: Path) -> None:
     config = configuration(profile, "data.samples_per_device=20", "run.epochs=3")
     result = pipar.run(config, world="timing-only", settings=["run.epochs=1", "devices.count=2"])

@@ -32,7 +32,7 @@ def test_a_full_trace_has_all_devices() -> None:
 
 def test_a_device_that_claims_many_samples_may_not_send_a_large_trace() -> None:
     allowed: list[Any] = []
-    learner: Any = SimpleNamespace(part_bytes=lambda _: 1, model_bytes=lambda: 1)
+    learner: Any = SimpleNamespace(part_bytes=lambda _, **__: 1, model_bytes=lambda: 1)
     introduction = SimpleNamespace(samples=100_000_000)
     session: Any = SimpleNamespace(device="a", introduction=introduction, allow=allowed.append)
     Limits(learner, job().server_profile).set(session, Orders(1, Plan(1, 8), 2, 1, False, False))

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import tomllib
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from pipar.config_file import config_from, dump_config
-from pipar.errors import ConfigError
+from pipar.errors import AddressInUseError, ConfigError, PlanError
+from pipar.events import ignore
+from pipar.job.job import Job
+from pipar.job.plans import make_plans
+from pipar.launch import deployed_server
+from pipar.launch.assemble import most_devices
 from pipar.launch.deployed_device import DeviceOptions, device_workload
-from pipar.launch.deployed_process import as_deployed, listed_specs
+from pipar.launch.deployed_job import job_without_devices, server_workload
+from pipar.launch.deployed_process import as_deployed, listed_specs, unlisted_spec
+from pipar.profiling.profile import LayerProfile, Profile
+from pipar.server.device_messages import Introduction
+from pipar.server.enrolment import OpenEnrolment
 from pipar.wording import setting_text
+
+PROFILE = Profile("any", "float32", (10,), tuple(LayerProfile(name, (0.01,), (0.02,), 40_000, 4_000) for name in "abc"))
 
 
 def test_a_folder_with_data_beside_a_factory_is_refused() -> None:
     config = config_from({"data": {"factory": "mine:samples", "classes": 10, "shape": [1, 4, 4]}})
     with pytest.raises(ConfigError, match=r"--data /photos is given, but data\.factory = 'mine:samples' returns"):
         device_workload(config, DeviceOptions("pi", "127.0.0.1:1", data="/photos"))
+
+
+def test_a_folder_of_data_that_is_missing_is_named_without_other_advice(tmp_path: Path) -> None:
+    config, wanted = config_from({"data": {"name": "mnist"}}), str(tmp_path / "photos")
+    with pytest.raises(ConfigError, match=rf"^--data {wanted} is not a folder on this machine: give the folder that"):
+        device_workload(config, DeviceOptions("pi", "127.0.0.1:1", data=wanted))
 
 
 def test_a_deployment_has_no_emulated_speeds_and_links_that_were_not_given() -> None:
@@ -29,3 +50,57 @@ def test_a_deployment_has_no_emulated_speeds_and_links_that_were_not_given() -> 
     ]
     assert [one.speed for one in listed_specs(again)] == [1.0, 1.0, 0.5]
     assert as_deployed(again) == as_deployed(as_deployed(again))
+
+
+GIVEN = {"plan": {"split_point": 2, "micro_batches": 3}, "devices": [{"name": "pi", "split_point": 1}]}
+
+
+def test_a_device_that_is_not_listed_follows_the_plan_of_the_configuration() -> None:
+    config = config_from(GIVEN)
+    specs = {spec.name: spec for spec in listed_specs(config)}
+    job = Job(
+        config=config, specs=(), sizes={}, server_profile=PROFILE, device_profiles={}, batch_statistics=False,
+        dropout=False, plans={}, dataset="own", model="any",
+    )  # fmt: skip
+    enrolment = OpenEnrolment(job, specs, partial(unlisted_spec, config), partial(make_plans, rehearse=pytest.fail))
+    first = asyncio.run(enrolment.begin([Introduction(name, 100, PROFILE) for name in ("pi", "guest-1")]))
+    late = enrolment.join(Introduction("guest-2", 100, PROFILE))
+    found = {name: orders.plan for name, orders in {**first, "guest-2": late}.items()}
+    assert {name: (plan.split_point, plan.micro_batches) for name, plan in found.items()} == {
+        "pi": (1, 3), "guest-1": (2, 3), "guest-2": (2, 3),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "plan", "error"),
+    [
+        ("pipar", {"split_point": 99}, "Split point 99 is outside"),
+        ("sfl2", {"split_point": 2}, "Split points 1, 2 are given"),
+    ],
+)
+def test_a_plan_that_no_device_beside_the_listed_ones_can_have_is_refused_before_any_joins(
+    method: str, plan: dict[str, int], error: str
+) -> None:
+    config = config_from({**GIVEN, "run": {"method": method}, "plan": plan})
+    with pytest.raises(PlanError, match=error):
+        job_without_devices(server_workload(config), pytest.fail)
+
+
+def test_a_port_in_use_is_found_before_the_network_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
+    monkeypatch.setattr(deployed_server, "prepare_process", lambda: None)  # takes long, and is not needed
+    monkeypatch.setattr(deployed_server, "job_without_devices", pytest.fail)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(AddressInUseError, match=rf"^Cannot listen on {address}: address already in use\.$"):
+            deployed_server.serve(config_from({}), deployed_server.ServerOptions(address), ignore)
+
+
+def test_a_server_does_not_wait_for_devices_that_may_not_take_part(tmp_path: Path) -> None:
+    names = tmp_path / "ward.txt"
+    names.write_text("pi-1\npi-3\n")
+    devices = [{"name": "pi", "count": 3}]
+    allow = {None: 3, str(names): 2, ("pi-2",): 1, ("pi-1", "pi-2", "pi-3", "guest"): 3}
+    for allowed, wanted in allow.items():
+        config = config_from({"server": {"allow": allowed} if allowed else {}, "devices": devices})
+        assert most_devices(config) == wanted

@@ -21,6 +21,9 @@ from support.waiting import PATIENCE_S, until
 
 from pipar.config_file import config_from
 from pipar.launch.deployed_server import reason_finished
+from pipar.launch.replay import replay
+from pipar.recording.flight import Flight
+from pipar.storage.checkpoint import VERSION
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +35,19 @@ def here(tmp_path: Path, profiles: Path) -> Iterator[Place]:
 
 
 # --- crashes
+
+
+def check_a_newer_checkpoint_is_refused_and_stays(here: Place) -> None:
+    """Check that a server refuses a checkpoint of another version, as after a downgrade, and changes no file."""
+    *_, newest = sorted((here.run_folder / "checkpoint").glob("*.pipar"))
+    whole = newest.read_bytes()
+    newest.write_bytes(whole[:8] + struct.pack("<I", VERSION + 1) + whole[12:])
+    before = {path.name: path.read_bytes() for path in newest.parent.iterdir()}
+    refused = here.server("--resume")
+    assert refused.ends() == 2
+    assert f"has format version {VERSION + 1}" in refused.lines()[-1]
+    assert {path.name: path.read_bytes() for path in newest.parent.iterdir()} == before
+    newest.write_bytes(whole)
 
 
 def test_a_crash_loses_the_round_of_the_crashed_program_and_nothing_else(here: Place) -> None:
@@ -58,6 +74,7 @@ def test_a_crash_loses_the_round_of_the_crashed_program_and_nothing_else(here: P
     server.kill()  # in mid-epoch, too
     before = here.rounds()  # the last saved round may not have its line yet
     here.let_go("server"), here.hold("pi-1")
+    check_a_newer_checkpoint_is_refused_and_stays(here)
     server = here.server("--resume", listen=address)
     assert int(server.says(r"resuming after round (\d+)")[1]) in (len(before), len(before) + 1)
     here.wait_until_held("pi-1")  # found the server by itself
@@ -72,6 +89,31 @@ def test_a_crash_loses_the_round_of_the_crashed_program_and_nothing_else(here: P
     assert "pi-3" in counted(here)[-1]
     check_weights(here, tree)
     check_nothing_is_left(here)
+
+
+def test_a_recorded_deployment_is_replayed_with_its_killed_device(here: Place) -> None:
+    tree = training(epochs=3)
+    tree["server"]["min_devices"] = 2
+    here.write(tree)
+    server = here.server("--record")
+    address = address_of(server)
+    here.hold("pi-2")
+    first, second = here.device("pi-1", address), here.device("pi-2", address)
+    here.wait_until_held("pi-2")
+    second.kill()  # in mid-epoch, and its place is kept for two seconds
+    third = here.device("pi-3", address)
+    assert [program.ends() for program in (server, first, third)] == [0, 0, 0]
+
+    flight = Flight.read(here.run_folder / "flight.jsonl.zst")
+    assert [one.number for one in flight.rounds] == [1, 2, 3]
+    assert [(e.what, e.device) for e in flight.events if e.what in ("Lost", "Dropped")] == [
+        ("Lost", "pi-2"),
+        ("Dropped", "pi-2"),
+    ]
+    replayed = replay(flight).results
+    assert flight.rounds[0].seconds > 1.9
+    assert replayed[1].seconds > 1.9
+    assert replayed[2].devices == replayed[3].devices == 2
 
 
 def test_a_second_server_in_the_same_folder_is_refused_and_the_first_trains_on(here: Place) -> None:
@@ -128,7 +170,8 @@ def test_signals_save_the_training_and_it_continues_when_all_are_back(here: Plac
     first.signal(signal.SIGTERM)
     here.let_go("pi-1")
     assert first.ends() == 0
-    server.says("pi-1 is lost")
+    assert first.lines()[-1].endswith("stopping: This device was asked to stop.")
+    server.says(r"pi-1 is lost: it ended its session \(it was asked to stop\)")
 
     here.wait_until_held("pi-2")
     server.signal(signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -116,6 +117,8 @@ def test_devices_with_right_tokens_train_and_those_with_wrong_ones_end_with_one_
     }
     for key, device in devices.items():
         check_refused(device, wrong[key])
+    server.says(r"warning: a device at 127\.0\.0\.1 was refused: The server does not know this token")
+    server.says("warning: pi-2 was refused: The credential is that of 'pi-2', but")
     here.let_go("pi-1")
     assert (server.ends(), honest.ends()) == (0, 0)
     assert counted(here) == [{"pi-1"}] * 6
@@ -128,3 +131,36 @@ def test_nothing_listens_beyond_loopback_without_tls(here: Place) -> None:
         assert program.ends() == 2
         assert "without TLS" in program.lines()[-1]
         assert os.linesep.join(program.lines()).count("Traceback") == 0
+
+
+def test_devices_are_revoked_and_certificates_renewed_without_a_restart(here: Place, folder: Path) -> None:
+    tree = training()
+    tree["server"]["allow"] = "ward.txt"
+    here.write(tree)
+    ward = here.folder / "ward.txt"
+    ward.write_text("pi-1\npi-2\npi-3\n")
+    server = here.server("--certs", "certs")
+    address = address_of(server)
+    here.hold("pi-1")
+    honest = here.device("pi-1", address, "--certs", "certs")
+    here.wait_until_held("pi-1")
+    others = [here.device(name, address, "--certs", "certs") for name in ("pi-2", "pi-3")]
+    for name in ("pi-2", "pi-3"):
+        server.says(f"{name} joined")
+
+    ward.write_text("pi-1\npi-3\n")
+    server.says(r"ward\.txt was read again: removed pi-2\.")
+    check_refused(others[0], "may not take part in this training")
+    certs("revoke", "pi-3", "--folder", str(folder))
+    server.says(r"denied\.json was read again: added pi-3\.")
+    check_refused(others[1], "This certificate was revoked")
+    certs("server", "--host", "train.local", "--force", "--folder", str(folder))
+    server.says(r"server\.(pem|key) .*read again: new connections use")
+    here.let_go("pi-1")
+    assert (server.ends(), honest.ends()) == (0, 0)
+    assert counted(here) == [{"pi-1"}] * 6
+    check_weights(here, tree)
+    lines = [json.loads(line) for line in (here.run_folder / "audit.jsonl").read_text("utf-8").splitlines()]
+    changes = [line["change"].partition("again: ")[2] for line in lines if line["what"] == "reloaded"]
+    assert changes[:2] == ["removed pi-2.", "added pi-3."]
+    check_nothing_is_left(here)

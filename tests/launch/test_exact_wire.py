@@ -32,7 +32,7 @@ SHARES = {"planes": (0.9, 0.9), "sparse": (0.5, 0.5), "sparse-planes": (0.45, 0.
 def with_coding(model: Any, input_shape: Any, dtype: str, **overheads: float) -> Profile:
     """Return a profile in which encodings are worth their time and the cuts after a ReLU are marked."""
     plain = hand_made_profile(model, input_shape, dtype, **overheads)
-    rectified = rectified_cuts(model, tuple(input_shape))
+    rectified = rectified_cuts(model, input_shape)
     layers = tuple(
         replace(layer, rectified=cut in rectified, shares=SHARES) for cut, layer in enumerate(plain.layers, start=1)
     )
@@ -105,6 +105,7 @@ def case(method: str = "pipar", split_points: tuple[int, ...] = (2, 1, 4), **oth
     return Case(method, split_points, pieces, **{"sizes": SIZES, "epochs": 3, "dtype": "float32", **others})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pipar", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sfl", "sfl2"))])
 def test_encodings_do_not_change_an_undisturbed_training(method: str, sent: Sent) -> None:
     in_every_encoding(case(method, (2,) if method == "sfl2" else (2, 1, 4)), sent)
@@ -162,6 +163,7 @@ def test_encodings_do_not_change_a_restarted_round(method: str, sent: Sent) -> N
         assert same(one.state, undisturbed.state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [pytest.param("reset", marks=pytest.mark.slow), "keep"])
 def test_encodings_do_not_change_layers_that_change_sides(
     momentum: str, sent: Sent, monkeypatch: pytest.MonkeyPatch

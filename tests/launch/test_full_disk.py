@@ -54,7 +54,7 @@ def end_of_serving(
     monkeypatch.setattr(deployed_server, "run_until_signal", lambda _: stopped)
     monkeypatch.setattr(deployed_server, "accuracy_on_test_set", lambda *_: 0.5)
     monkeypatch.setattr(whole_files.time, "sleep", pauses.append)
-    options: Any = SimpleNamespace()
+    options: Any = SimpleNamespace(record=False)
     return deployed_server._serve_in(folder.path, options, options, tracking), events, pauses
 
 

@@ -58,6 +58,7 @@ def hostile(messages: list[Message], reasons: list[str]) -> Callable[[Transport]
     return answer
 
 
+@pytest.mark.slow
 def test_a_device_leaves_a_server_that_sends_too_much_and_trains_the_same_weights_with_its_own() -> None:
     case = Case("pipar", (1, 3, 4), (7, 3, 2), momentum="keep")
     reasons: list[str] = []

@@ -75,6 +75,7 @@ def test_a_lossy_encoding_reports_its_error(encoding: str, run: Callable[[str], 
             assert 0 < epoch[name] < MOST[encoding], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["raw", "auto", "sparse-planes"])
 def test_an_exact_encoding_has_no_error(encoding: str, run: Callable[[str], Result]) -> None:
     result = run(encoding)

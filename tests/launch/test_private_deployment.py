@@ -50,6 +50,7 @@ def cuts_of(method: str, **privacy: object) -> AllowedCuts | None:
     return allowed_cuts(workload, workload.build_model())
 
 
+@pytest.mark.slow
 def test_a_device_configured_for_federated_learning_allows_no_cut(tmp_path: Path) -> None:
     cuts = cuts_of("fl")
     assert cuts is not None

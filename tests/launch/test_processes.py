@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,8 +21,8 @@ from support.training import Case, make_job
 from support.waiting import PATIENCE_S, until
 
 import pipar
-from pipar.errors import DataError, InputError, LinkError, ProtocolError, TrainingError
-from pipar.events import EpochResult, Event, Left, Listening, Pictured, ignore
+from pipar.errors import CredentialError, DataError, InputError, LinkError, ProtocolError, TrainingError
+from pipar.events import EpochResult, Event, Left, Listening, Pictured, Refused, ignore
 from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.job.plans import Rehearse
@@ -29,6 +30,9 @@ from pipar.launch.child_processes import ChildProcesses, EventSender, Failure, G
 from pipar.launch.processes import plans_for_profiles
 from pipar.methods import Plan
 from pipar.profiling.profile import Profile
+from pipar.transport.credentials import new_token
+from pipar.transport.grpc import connect
+from pipar.transport.tls import DeviceSecurity
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("measured_at_once")]
 
@@ -317,3 +321,55 @@ def test_a_device_with_a_profile_of_its_first_layers_takes_part(tmp_path: Path) 
     result = pipar.run(config)
     assert {plan["split_point"] for plan in result.content["plans"]} <= {1, 2}
     assert len(result.epochs) == 1
+
+
+# --- other users of the machine
+
+
+def join_uninvited(address: str, token: str | None) -> LinkError:
+    """Return the error of a program that connects to the server of a run."""
+
+    async def main() -> LinkError:
+        with pytest.raises(LinkError) as refused:
+            await connect(address, security=DeviceSecurity(token=token), timeout_s=PATIENCE_S)
+        return refused.value
+
+    return asyncio.run(main())
+
+
+def shown_of_processes() -> str:
+    """Return the command lines and variables of the processes of this run."""
+    shown = []
+    for process in multiprocessing.active_children():
+        with suppress(OSError):  # it has just ended
+            shown += [Path(f"/proc/{process.pid}/{file}").read_text("utf-8") for file in ("cmdline", "environ")]
+    return "".join(shown)
+
+
+def test_only_the_devices_of_a_run_can_join_it(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens: list[str] = []
+    seen: list[Event] = []
+    errors: list[LinkError] = []
+    shown: list[str] = []
+
+    def remembered() -> str:
+        tokens.append(new_token())
+        return tokens[-1]
+
+    def disturb(event: Event) -> None:
+        seen.append(event)
+        if isinstance(event, Listening):  # before any device of the run has started
+            errors.extend(join_uninvited(event.address, token) for token in (None, new_token()))
+        if isinstance(event, EpochResult):
+            shown.append(shown_of_processes())
+
+    undisturbed = pipar.run(tree).content["weights_sha256"]
+    monkeypatch.setattr("pipar.launch.processes.new_token", remembered)
+    result = pipar.run(tree, observe=disturb)
+    assert result.content["weights_sha256"] == undisturbed
+    assert [type(error) for error in errors] == [CredentialError] * 2
+    refused = [event for event in seen if isinstance(event, Refused)]
+    assert [event.device for event in refused] == ["a device at 127.0.0.1"] * 2
+    shown += [path.read_text("utf-8", "replace") for path in result.folder.rglob("*") if path.is_file()]
+    assert len(set(tokens)) == 2
+    assert not any(token in text for token in tokens for text in shown)

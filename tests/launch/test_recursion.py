@@ -141,6 +141,7 @@ def instances(draw: st.DrawFn) -> Instance:
     return Instance(batch, n, draw(rates), draw(rates), draw(st.integers(1, 3)), speed, device, server)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(instances())
 def test_every_stage_ends_when_the_recursion_says(instance: Instance) -> None:

@@ -107,6 +107,7 @@ def test_ctrl_c_in_the_event_loop_around_it_ends_virtual_time() -> None:
 # --- interrupted
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_final_test_keeps_the_training(
     run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def failing_in(epoch: int) -> Callable[[Event], None]:
     return observe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["virtual", "timing-only"])
 def test_a_run_that_fails_keeps_the_epochs_so_far(run: Callable[..., Result], tmp_path: Path, world: World) -> None:
     with pytest.raises(TrainingError, match="no more"):

@@ -49,6 +49,7 @@ def run(tree: dict[str, Any], world: World = "virtual") -> Result:
     return pipar.run(tree, world=world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "world"),
     [

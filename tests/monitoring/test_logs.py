@@ -31,11 +31,14 @@ from pipar.events import (
     Left,
     Listening,
     Lost,
+    NotKept,
     Pictured,
     Preparing,
     Progress,
     Reconnecting,
     Refused,
+    Reloaded,
+    ReloadFailed,
     ReplanFailed,
     Replanned,
     ReportFailed,
@@ -48,6 +51,7 @@ from pipar.events import (
     Started,
     Starting,
     Stopping,
+    TimeoutsChosen,
     TrackerFailed,
     Trained,
     Waiting,
@@ -97,6 +101,8 @@ SAID: list[tuple[Event, str]] = [
     (Pictured(3, (1, 2), is_whole=True), "debug: timeline of round 3: 2 spans"),
     (Listening("0.0.0.0:50051"), "listening on 0.0.0.0:50051"),
     (Barred("tokens.json is damaged."), "error: no device can connect: tokens.json is damaged."),
+    (Reloaded("tokens.json was read again: added pi-1."), "tokens.json was read again: added pi-1."),
+    (ReloadFailed("b.pem has no certificate."), "warning: b.pem has no certificate."),
     (Expiring("The certificate in a.pem expires soon."), "warning: The certificate in a.pem expires soon."),
     (Refused("pi-9", "Another network."), "warning: pi-9 was refused: Another network."),
     (Refused("", "No HELLO.", again=True), "warning: an unknown device was refused: No HELLO.; it may try again"),
@@ -152,6 +158,11 @@ SAID: list[tuple[Event, str]] = [
     (SaveFailed(7, "no space left on device"), "error: round 7 could not be saved: no space left on device"),
     (Replanned(8, PLANS), "new plans from round 8 on: pi-1 P=1 N=9 1f1b(4) planes/sparse"),
     (Replanned(8, PLANS, "pi-2 left"), "new plans from round 8 on (pi-2 left): pi-1 P=1 N=9 1f1b(4) planes/sparse"),
+    (
+        NotKept("a", "they take 2.0 GiB, and 1.0 GiB are allowed"),
+        "warning: the activations of a are the same in every epoch, but are not kept: they take 2.0 GiB, and 1.0 GiB "
+        "are allowed; for fewer bytes give a larger server.activation_cache, or TMPDIR on a larger disk",
+    ),
     (ReplanFailed("New plans could not be chosen: no."), "warning: New plans could not be chosen: no."),
     (Connecting("server:50051"), "connecting to server:50051"),
     (Connected("server:50051"), "connected to server:50051"),
@@ -186,6 +197,15 @@ SAID: list[tuple[Event, str]] = [
     (
         Trained("pi-1", 8, 1000, 1.76543, 3.9999999),
         "pi-1 finished its part of round 8: 1,000 samples, epsilon 1.765 of 4 spent",
+    ),
+    (
+        TimeoutsChosen(0.9, 0.9, 5.0, "rounds of 0.5 s"),
+        "timeouts (rounds of 0.5 s): a device without a sign of life is lost after 0.9 s, a broken connection may be "
+        "resumed for 0.9 s, a device that does not get on is excluded after 5 s",
+    ),
+    (
+        TimeoutsChosen(None, None, 60.0, "rounds of 2 s forecast"),
+        "timeouts (rounds of 2 s forecast): a device that does not get on is excluded after 60 s",
     ),
     (Stopping("SIGTERM"), "stopping: SIGTERM"),
     (Failed("Too few devices are left."), "error: failed: Too few devices are left."),
@@ -311,10 +331,9 @@ def test_logging_is_restored_afterwards() -> None:
     assert (list(root.handlers), log.level) == before
 
 
-def test_a_program_that_embeds_pipar_gets_the_events_through_logging(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="pipar"):
-        log_observer()(Left("pi-1"))
-    (record,) = caplog.records
+def test_a_program_that_embeds_pipar_gets_the_events_through_logging(log_records: list[logging.LogRecord]) -> None:
+    log_observer()(Left("pi-1"))
+    (record,) = log_records
     assert (record.name, record.getMessage(), record.__dict__["event"]) == ("pipar", "pi-1 left", Left("pi-1"))
 
 

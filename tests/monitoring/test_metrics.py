@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import logging
 import math
 import socket
 import threading
@@ -333,11 +334,12 @@ def test_no_thread_is_left_after_the_end() -> None:
     assert not thread.is_alive()
 
 
-def test_the_address_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="pipar"):
-        endpoint = MetricsEndpoint(Monitor().answer, "127.0.0.1:0")
+def test_the_address_is_logged(log_records: list[logging.LogRecord]) -> None:
+    endpoint = MetricsEndpoint(Monitor().answer, "127.0.0.1:0")
     endpoint.stop()
-    assert caplog.messages == [f"health and metrics at http://127.0.0.1:{endpoint.port}"]
+    assert [record.getMessage() for record in log_records] == [
+        f"health and metrics at http://127.0.0.1:{endpoint.port}"
+    ]
 
 
 def test_stopping_does_not_wait_for_a_client_that_hangs(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:

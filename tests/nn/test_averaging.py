@@ -18,6 +18,7 @@ models = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(models)
 def test_the_average_is_the_weighted_mean_to_the_last_bits_of_float64(given_: list[tuple[list[float], int]]) -> None:

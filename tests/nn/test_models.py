@@ -18,7 +18,8 @@ from pipar.nn.models import (
     NETWORKS,
     build_model,
     check_fits,
-    check_sequential,
+    check_module,
+    is_sequential,
     uses_batch_statistics,
     uses_dropout,
 )
@@ -211,6 +212,7 @@ def test_global_generator_is_neither_used_nor_moved() -> None:
     assert all(map(torch.equal, weights(one), weights(build_model("vgg5", input_shape=CIFAR, classes=10))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_float64_starts_from_the_weights_of_float32(name: str) -> None:
     single = build_model(name, input_shape=CIFAR, classes=10, norm="batch")
@@ -268,17 +270,41 @@ class TwoPaths(nn.Sequential):
         return first + x
 
 
-def test_only_a_plain_sequential_with_layers_can_be_cut() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    assert check_sequential(model) is model
-    with pytest.raises(ModelError, match=r"a Linear, but it must be a torch\.nn\.Sequential"):
-        check_sequential(nn.Linear(2, 2))
-    with pytest.raises(ModelError, match="a NoneType, but"):
-        check_sequential(None)
+def test_only_a_module_can_be_trained_and_a_sequential_needs_layers() -> None:
+    model = nn.Linear(2, 2)
+    assert check_module(model) is model
+    with pytest.raises(ModelError, match=r"a NoneType, but it must be a torch\.nn\.Module"):
+        check_module(None)
     with pytest.raises(ModelError, match="without layers"):
-        check_sequential(nn.Sequential())
-    with pytest.raises(ModelError, match="TwoPaths has its own forward"):
-        check_sequential(TwoPaths(nn.Linear(2, 2)))
+        check_module(nn.Sequential())
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_weight_would_be_lost_in_copies_and_is_refused(register: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    handle = getattr(model[1].bias, register)(lambda _: None)
+    with pytest.raises(ModelError, match=r"the model's 1\.bias has a hook on its gradient.*remove the hook"):
+        check_module(model)
+    handle.remove()
+    assert check_module(model) is model
+
+
+class Frozen(nn.Sequential):
+    def train(self, mode: bool = True) -> Frozen:  # noqa: ARG002
+        return super().train(False)
+
+
+def test_a_sequential_with_its_own_forward_is_not_cut_after_its_children() -> None:
+    assert is_sequential(nn.Sequential(nn.Linear(2, 2)))
+    assert not is_sequential(TwoPaths(nn.Linear(2, 2)))
+    assert not is_sequential(nn.Linear(2, 2))
+
+
+def test_a_sequential_with_its_own_train_or_hooks_is_not_cut_after_its_children() -> None:
+    assert not is_sequential(Frozen(nn.Linear(2, 2)))
+    hooked = nn.Sequential(nn.Linear(2, 2))
+    hooked.register_forward_hook(lambda _, __, output: 2 * output)
+    assert not is_sequential(hooked)
 
 
 def test_model_that_does_not_fit_the_data_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -14,11 +15,15 @@ from pipar.nn.shared_part import SharedServerPart
 from pipar.nn.tensors import tensor_body
 from pipar.wire.messages import Kind, Message
 
+LABELS = (torch.arange(6) % 3, 6)
+
 
 def shared_part(rate: float = 0.1, *, trusts_devices: bool = False) -> SharedServerPart:
     torch.manual_seed(0)
     module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
-    return SharedServerPart(module, Optimizer(rate, momentum=0.9), classes=3, trusts_devices=trusts_devices)
+    part = SharedServerPart(module, Optimizer(rate, momentum=0.9), classes=3)
+    part.trusts_devices = trusts_devices
+    return part
 
 
 def train(part: SharedServerPart, inputs: torch.Tensor, *, step: bool = True) -> None:
@@ -139,6 +144,40 @@ def test_statistics_far_above_those_of_the_round_refuse_the_step(factor: float) 
         part.step()
     part.discard()
     assert same(everything(part), before)
+
+
+def test_statistics_cannot_be_raised_slowly_by_one_device() -> None:
+    part, scale, counted = shared_part(), 1.0, dict.fromkeys("abc", 0)
+    for _ in range(40):
+        for device in ("a", "b", "c"):
+            activation = part.backward(part.forward((torch.randn(6, 4) * (scale if device == "c" else 1.0), *LABELS)))
+            part.encode(activation, "raw", (1, 1, 1, device))
+            with contextlib.suppress(UnusableStepError):
+                part.step()
+                counted[device] += 1
+            part.discard()
+        part.install(part.state(), keep_momentum=True)  # the next round
+        scale *= 1.5
+    assert counted == {"a": 40, "b": 40, "c": counted["c"]}
+    assert counted["c"] < 30
+    assert part.state()["0.running_var"].max() < 30**2
+
+
+def test_a_batch_of_an_honest_device_may_vary_ten_times_as_much_as_the_others() -> None:
+    part = shared_part(rate=1e-6)
+    for device, scale in (("a", 1.0), ("b", 1.0), ("c", 12.0)):
+        activation = part.backward(part.forward((torch.randn(6, 4) * scale, *LABELS)))
+        part.encode(activation, "raw", (1, 1, 1, device))
+        part.step()
+
+
+def test_statistics_of_all_devices_may_grow_together() -> None:
+    part = shared_part(rate=1e-6)
+    for scale in (1.0, 3.0, 9.0, 27.0):
+        for device in ("a", "b", "c"):
+            activation = part.backward(part.forward((torch.randn(6, 4) * scale, *LABELS)))
+            part.encode(activation, "raw", (1, 1, 1, device))
+            part.step()
 
 
 def test_the_shape_of_one_devices_activations_does_not_bind_the_next_device() -> None:

@@ -88,6 +88,7 @@ class World:
         return again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True], ids=["reset", "keep"])
 @pytest.mark.parametrize(
     ("split_points", "shared"),

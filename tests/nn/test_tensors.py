@@ -241,6 +241,7 @@ def test_a_damaged_model_is_tensors_or_a_protocol_error(data: st.DataObject) -> 
 SIZES = st.sampled_from([0, 1, 2, 3, 10, 2**31, 2**32 - 1])
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([Kind.ACTIVATION, Kind.GRADIENT]),
     st.lists(SIZES, max_size=8).map(tuple),

@@ -102,6 +102,7 @@ def test_a_split_point_is_new_to_each_kind_of_device_separately() -> None:
     assert not are_new(set(), {1})  # its tried split points are unknown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "is_tried"), [(0.09, True), (0.11, False)])
 def test_plans_that_take_long_to_move_to_are_not_tried(
     share: float, is_tried: bool, monkeypatch: pytest.MonkeyPatch
@@ -221,6 +222,7 @@ def test_plans_are_made_with_measured_links() -> None:
     assert predictor.fleet_for(1).members[0].link == LINK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pipar", "sfl"])
 def test_a_search_takes_the_next_best_cut_if_the_best_leaks_too_much(method: str) -> None:
     here = replace(fleet(), method=METHODS[method])

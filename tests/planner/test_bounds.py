@@ -29,6 +29,7 @@ def some_plans(fleet: Fleet, seed: int) -> Iterator[dict[str, Plan]]:
         yield {member.name: plan for kind, plan in zip(fleet.device_kinds(), windowed, strict=True) for member in kind}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(15), pytest.param(range(15, 300), marks=pytest.mark.slow)], ids=str)
 def test_an_epoch_that_is_short_enough_is_never_stopped_and_many_others_are(seeds: range) -> None:
     given_up = []

@@ -74,6 +74,7 @@ def test_a_window_is_as_large_as_memory_allows_and_a_configured_one_stays() -> N
         plans(split_point=1, micro_batches=4, memory_bytes=needs, window=3)
 
 
+@pytest.mark.slow
 @given(st.integers(BASE_BYTES + 1600, BASE_BYTES + 40_000))
 def test_every_plan_fits_into_memory_and_no_plan_that_fits_without_a_window_is_missing(memory: int) -> None:
     found = plans(memory_bytes=memory)
@@ -152,6 +153,7 @@ def random_fleet(rng: random.Random) -> Fleet:
     return Fleet(METHODS["pipar"], members, Costs(profile, rng.uniform(0.3, 3)), rng.randint(1, 2), 12)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from([0, 1, 3]))
 def test_no_epoch_beats_the_least_times_of_its_plans(rng: random.Random, window: int) -> None:

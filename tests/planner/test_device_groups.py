@@ -107,6 +107,7 @@ def test_every_device_may_have_the_plan_of_its_group() -> None:
     assert all(len(by_kind) == len(fleet.device_kinds()) for by_kind, _ in choice.runners_up)
 
 
+@pytest.mark.slow
 def test_a_device_with_too_little_memory_is_named() -> None:
     fleet = fleet_of("vgg5", "cifar10", 6)
     poor = fleet.members[4]
@@ -115,6 +116,7 @@ def test_a_device_with_too_little_memory_is_named() -> None:
         search_plans(replace(fleet, members=members), simulate)
 
 
+@pytest.mark.slow
 def test_a_hundred_kinds_are_searched_by_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = []
 

@@ -47,6 +47,7 @@ def every_plan(fleet: Fleet) -> Iterator[dict[str, Plan]]:
         yield {member.name: plan for kind, plan in zip(kinds, by_kind, strict=True) for member in kind}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 20), marks=pytest.mark.slow)], ids=str)
 def test_the_best_is_never_ruled_out(seeds: range) -> None:
     ruled_out = 0
@@ -61,6 +62,7 @@ def test_the_best_is_never_ruled_out(seeds: range) -> None:
     assert ruled_out > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 20), marks=pytest.mark.slow)], ids=str)
 def test_stopping_simulations_early_changes_only_the_time_of_the_search(seeds: range) -> None:
     for seed in seeds:
@@ -70,6 +72,7 @@ def test_stopping_simulations_early_changes_only_the_time_of_the_search(seeds: r
         assert quick.epoch_s == min(steady_epoch_s(world, fleet, plans) for plans in every_plan(fleet)), seed
 
 
+@pytest.mark.slow
 def test_the_best_plan_takes_the_reported_seconds() -> None:
     fleet = fleet_of_two_kinds(1)
     best = search_all(fleet, whole_epochs)

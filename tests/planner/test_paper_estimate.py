@@ -95,11 +95,13 @@ def test_the_number_that_fills_idle_time_counts_the_servers_layers_after_the_cut
     assert batches_to_fill_idle_time(times) == 2
 
 
+@pytest.mark.slow
 @given(times_of_stages, st.integers(1, 40))
 def test_the_closed_form_is_the_recursion_up_to_rounding(times: StageTimes, n: int) -> None:
     assert closed_form_s(times, n) == pytest.approx(iteration_s(times, n), rel=1e-12)
 
 
+@pytest.mark.slow
 @given(whole_times, st.integers(1, 40))
 def test_cutting_finer_never_makes_the_estimate_longer(times: StageTimes, n: int) -> None:
     coarse, fine = (closed_form_s(times.divided_by(pieces), pieces) for pieces in (n, n + 1))
@@ -162,6 +164,7 @@ def test_idle_time_is_filled_by_this_many_micro_batches(times: StageTimes, n: in
     assert batches_to_fill_idle_time(times) == n
 
 
+@pytest.mark.slow
 @given(st.builds(StageTimes, *[st.integers(1, 1000).map(float)] * 6), st.integers(1, 20))
 def test_the_number_that_fills_idle_time_does_not_depend_on_the_cut(times: StageTimes, n: int) -> None:
     assert batches_to_fill_idle_time(times.divided_by(n)) == batches_to_fill_idle_time(times)

@@ -20,12 +20,12 @@ from pipar.job.prepare import prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_timing_only
 from pipar.links import Link
-from pipar.methods import Plan
+from pipar.methods import METHODS, Plan
 from pipar.planner.calibration import Calibration, MachineHistory, Shares, calibrated, pooled, situation_key
 from pipar.planner.compute_load import compute_loads, compute_seconds
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
-from pipar.planner.predictor import Predictor, predict_s
+from pipar.planner.predictor import Predictor, forecast_rounds, predict_s
 from pipar.profiling.profile import Profile
 from reproduction.perturbed_times import perturbed
 
@@ -74,6 +74,7 @@ def test_measured_links_take_effect_in_the_next_epoch() -> None:
     assert predictor.predicted_s(2, plans(here)) < 0.9 * predictor.predicted_s(1, plans(here))
 
 
+@pytest.mark.slow
 def test_forgetting_past_epochs_does_not_change_predictions() -> None:
     here = fleet()
     everything, pruned = Predictor(here, plans(here)), Predictor(here, plans(here))
@@ -356,6 +357,7 @@ def test_shares_sum_to_all_of_the_work(seed: int, p: int, n: int) -> None:
         assert seconds == pytest.approx(busy.seconds * sum(map(mul, busy.shares, factors)))
 
 
+@pytest.mark.slow
 def test_a_training_in_virtual_time_is_predicted_exactly_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[int] = []
     monkeypatch.setattr(Predictor, "forget", lambda _, epoch: forgotten.append(epoch))
@@ -373,3 +375,26 @@ def test_a_training_in_virtual_time_is_predicted_exactly_before_it_begins(monkey
     train_timing_only(job, lambda result, _: results.append(result), ignore)
     assert [result.predicted_s for result in results] == [pytest.approx(r.seconds, rel=2e-3) for r in results]
     assert forgotten == [1, 2, 3]
+
+
+@pytest.mark.parametrize("method", ["fl", "sl", "sfl", "sfl2", "pipar"])
+def test_what_a_device_claims_about_itself_does_not_lengthen_the_forecasts_of_others(method: str) -> None:
+    here = replace(fleet(3), method=METHODS[method])
+    plan = Plan(4, 1) if method == "fl" else Plan(2, 5 if method == "pipar" else 1)
+    before = forecast_rounds(here, plans(here, plan), 1e5)
+    first, *others = here.members
+    liar = replace(first, costs=Costs(first.costs.profile, 1e-6))
+    claimed = forecast_rounds(replace(here, members=(liar, *others)), plans(here, plan), 1e5)
+    for member in others:
+        assert claimed[member.name] <= before[member.name]
+    assert claimed[liar.name] <= (25 * before[liar.name][0], 25 * sum(before[liar.name]))
+
+
+@pytest.mark.parametrize("method", ["sl", "sfl2", "pipar"])
+def test_devices_that_differ_twentyfold_are_all_forecast(method: str) -> None:
+    here = replace(fleet(3), method=METHODS[method])
+    first, *others = here.members
+    slow = replace(first, costs=Costs(first.costs.profile, 0.2 / 20))
+    here = replace(here, members=(slow, *others))
+    alone_s = predict_s(replace(here, members=(slow,), method=METHODS["sfl"]), plans(here, Plan(2, 1)))
+    assert forecast_rounds(here, plans(here, Plan(2, 1)), 1e5)[slow.name][0] >= 0.9 * alone_s

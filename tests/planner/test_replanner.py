@@ -95,6 +95,7 @@ def every_case() -> Iterator[Any]:
         yield pytest.param(script, rules, marks=() if number == 8 else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("every_round")
 @pytest.mark.parametrize(("script", "rules"), list(every_case()))
 def test_weights_are_those_of_the_definition_for_any_plans(script: str, rules: dict[str, Any]) -> None:
@@ -152,10 +153,11 @@ def test_layers_of_own_networks_move(make: Callable[[], nn.Sequential], aggregat
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(5)
         model = make().double()
-    cuts = (1, 4) if make is with_one_weight_twice else (2, 3)
+    # What is between two uses of a weight is one layer.
+    layers, cuts = (3, (1, 2)) if make is with_one_weight_twice else (len(model), (2, 3))
     given = (("proximal", 3.0),) if aggregator == "fedprox" else ()
     case = Case("pipar", (1,), (7,), epochs=3, momentum="keep", aggregator=aggregator, aggregation=given)
-    script = [[Plan(cuts[0], 3), Plan(cuts[1], 2), Plan(len(model), 1)], [Plan(cuts[1], 3), Plan(1, 2), Plan(1, 5)]]
+    script = [[Plan(cuts[0], 3), Plan(cuts[1], 2), Plan(layers, 1)], [Plan(cuts[1], 3), Plan(1, 2), Plan(1, 5)]]
     trained, seen = train(case, script, model)
     assert len(seen) == 2
     assert largest_error(trained.state, reference_state(case, model)) < EXACT
@@ -188,6 +190,7 @@ def test_if_momentum_is_reset_only_the_plan_is_sent_with_the_model() -> None:
     assert more == pytest.approx(3 * layers.parameter_bytes(3, 4), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("every_round")
 def test_each_epoch_is_trained_with_the_current_plan() -> None:
     script = [[Plan(2, 3), Plan(Q, 1), Plan(1, 7)], [Plan(Q, 1), Plan(1, 2), Plan(1, 7)]]
@@ -324,6 +327,7 @@ def test_a_link_that_changes_every_minute_is_noticed_within_a_round() -> None:
     assert not any(0 <= at <= 60 for at, _ in watched.made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", ["4g", "unlimited", {"cycle": ["wifi", "wifi"], "every": "5s"}], ids=str)
 def test_a_link_that_does_not_change_is_not_noticed(link: object) -> None:
     watched = Watched()
@@ -340,6 +344,7 @@ def test_a_search_that_fails_does_not_end_the_training() -> None:
     assert run.failed[0] == ReplanFailed("Planning again failed: nothing fits")
 
 
+@pytest.mark.slow
 def test_a_long_search_delays_no_round_and_its_plans_are_taken_when_it_ends() -> None:
     tree = on_a_link({"cycle": ["4g", "wifi"], "every": "8s"}, epochs=14)
 
@@ -505,6 +510,7 @@ def test_weights_are_the_same_when_the_planner_itself_follows_a_changing_bandwid
 # --- encodings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sl", "sfl", "sfl2", "pipar"])
 def test_where_p_and_n_are_configured_changed_links_change_only_the_encodings(method: str) -> None:
     config = config_from(

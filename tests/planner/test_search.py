@@ -104,6 +104,7 @@ def search_every_plan(
     return best, times[best]
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(two_profiles(), links, st.sampled_from(sorted(METHODS)), st.data())
 def test_plans_by_the_papers_estimate_are_those_of_a_search_of_every_plan(
@@ -144,6 +145,7 @@ def test_ties_go_to_fewer_micro_batches_and_then_to_the_smaller_split_point(make
     assert search_kinds(fleet, simulate).by_kind == (Plan(1, 1),)
 
 
+@pytest.mark.slow
 def test_a_bottleneck_on_the_link_is_cut_no_finer_than_the_estimate_can_tell_apart(make_profile: MakeProfile) -> None:
     profile = make_profile([(1.0, 1.0, 1000, 0), (90.0, 90.0, 10, 0)])
     link = Link(up_bps=80_000.0)
@@ -219,6 +221,7 @@ def test_profiles_of_two_networks_are_refused(make_profile: MakeProfile) -> None
         estimated(one_device(device, WIFI, server=server))
 
 
+@pytest.mark.slow
 def test_a_device_that_was_profiled_with_its_first_layers_is_given_a_plan_of_these(make_profile: MakeProfile) -> None:
     profile = make_profile([(1.0, 1.0, 100_000, 0)] * 3)
     first = replace(profile, layers=profile.layers[:2], total_layers=3)
@@ -227,6 +230,7 @@ def test_a_device_that_was_profiled_with_its_first_layers_is_given_a_plan_of_the
     assert search_kinds(fleet, simulate).by_kind[0].split_point <= 2
 
 
+@pytest.mark.slow
 def test_plans_by_the_papers_estimate_take_milliseconds_for_a_deep_network(
     make_profile: MakeProfile,
 ) -> None:
@@ -288,6 +292,7 @@ def test_the_plans_found_are_near_the_best_of_all() -> None:
     assert over[-1] <= 0.07
 
 
+@pytest.mark.slow
 def test_the_plans_found_are_near_the_best_of_all_for_some_fleets() -> None:
     assert max(over_the_best(seed) for seed in range(2)) <= 0.02
 
@@ -343,6 +348,7 @@ def test_devices_that_share_a_core_do_not_all_load_it_as_each_alone_would() -> N
     assert simulate(fleet, alone, None).epoch_s > 1.2 * simulate(fleet, together.plans, None).epoch_s
 
 
+@pytest.mark.slow
 def test_a_tie_goes_to_the_smaller_n_of_each_kind() -> None:
     layers = tuple(LayerProfile(name, (0.05, 1.2), (0.1, 2.4), 20_000, 100) for name in "abcd")
     profile = Profile("any", "float32", (1, 24), layers)
@@ -389,6 +395,7 @@ def test_planning_simulates_a_few_iterations_for_any_claimed_number_of_samples(
     assert choice.timing.epoch_s == pytest.approx(choice.epoch_s)
 
 
+@pytest.mark.slow
 def test_a_fleet_of_one_kind_is_planned_once_for_any_size(
     make_profile: MakeProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,6 +437,7 @@ def test_the_values_given_for_one_device_are_kept_while_the_others_are_planned()
         assert plans.keys() == free.keys()
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10**6))
 def test_no_chosen_plan_needs_more_memory_than_the_device_has(seed: int) -> None:
@@ -474,6 +482,7 @@ def test_methods_get_only_plans_that_they_may_have(name: str) -> None:
     assert {plan.split_point for plan in plans} <= ({3} if name == "fl" else {1, 2})
 
 
+@pytest.mark.slow
 def test_runners_up_are_other_plans_and_never_better_than_the_one_before() -> None:
     choice = search_kinds(small_fleet(2), simulate)
     assert choice.by_kind not in [by_kind for by_kind, _ in choice.runners_up]
@@ -481,6 +490,7 @@ def test_runners_up_are_other_plans_and_never_better_than_the_one_before() -> No
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.slow
 def test_current_plans_that_are_no_longer_allowed_do_not_stop_a_search() -> None:
     fleet = small_fleet(4)
     assert search_kinds(fleet, simulate, start=(Plan(99, 1), Plan(99, 1))).plans == search_kinds(fleet, simulate).plans

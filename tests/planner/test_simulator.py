@@ -122,7 +122,8 @@ class Run:
     def ends(self) -> dict[str, tuple[float, ...]]:
         """The ends of each device's iterations."""
         steps = [span for span in self.spans if span.kind == "step" and span.lane == COMPUTE]
-        return {name: tuple(sorted(s.end for s in steps if s.owner == name)) for name in self.job.sizes}
+        trains = [name for name in self.job.sizes if self.job.fleet().trains(self.job.plans[name].split_point)]
+        return {name: tuple(sorted(s.end for s in steps if s.owner == name)) for name in trains}
 
 
 def run(job: Job) -> Run:
@@ -143,7 +144,7 @@ def check_timing(job: Job) -> None:
     """Hold the simulation against the run: the epoch, every device's every iteration, and how long lanes were busy."""
     ran, timing = run(job), simulate(job.fleet(), job.plans)
     assert timing.epoch_s == pytest.approx(ran.result.seconds, rel=SAME)
-    assert dict(timing.ends) == {name: same(ends) for name, ends in ran.ends.items()}
+    assert {name: timing.ends[name] for name in ran.ends} == {name: same(ends) for name, ends in ran.ends.items()}
     served = {"decode", "fs", "bs", "encode", "step"}
     assert timing.busy_s == same(
         {
@@ -155,10 +156,33 @@ def check_timing(job: Job) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 200), marks=pytest.mark.slow)], ids=str)
 def test_a_simulation_is_the_timing_of_a_timing_only_run(seeds: range) -> None:
     for seed in seeds:
         check_timing(random_job(seed))
+
+
+def frozen_job(seed: int, layers: int) -> Job:
+    """Return devices whose first layers are frozen; the first of them has a buffer."""
+    job = random_job(seed)
+
+    def frozen(profile: Profile) -> Profile:
+        first = [replace(one, trained=False, frozen_bytes=one.parameter_bytes) for one in profile.layers[:layers]]
+        first[0] = replace(first[0], frozen_bytes=first[0].parameter_bytes // 2)
+        return replace(profile, layers=(*first, *profile.layers[layers:]))
+
+    devices = {name: frozen(profile) for name, profile in job.device_profiles.items()}
+    return replace(job, server_profile=frozen(job.server_profile), device_profiles=devices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_simulation_of_frozen_layers_is_the_timing_of_a_run(layers: int) -> None:
+    for seed in range(8):
+        job, plain = frozen_job(seed, layers), random_job(seed)
+        check_timing(job)
+        assert simulate(job.fleet(), job.plans).epoch_s < simulate(plain.fleet(), plain.plans).epoch_s
 
 
 CLASSIC, PIXEL = {"noise_multiplier": 1.0}, {"pixel_epsilon": 0.5}
@@ -269,6 +293,7 @@ def coded_job(seed: int) -> Job:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 100), marks=pytest.mark.slow)], ids=str)
 def test_a_simulation_of_coded_tensors_that_leave_chunk_by_chunk_is_the_timing_of_a_run(seeds: range) -> None:
     # Not to the last digit: each chunk counts as its share of all, whatever a call or the labels after the last cost.
@@ -463,6 +488,7 @@ def test_a_slow_device_with_little_data_does_not_lengthen_the_prediction_for_the
     assert predicted == pytest.approx(simulate(fleet, job.plans).epoch_s, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_long_epoch_is_extrapolated_with_every_devices_end_and_busy_lanes() -> None:
     job = steady_job(count=3, cores=2, samples=120)
     first, second, third = job.specs

@@ -74,6 +74,7 @@ def test_one_release_is_the_analytic_gaussian_mechanism_of_twice_the_clip(multip
     assert epsilon_after(multiplier, 1, delta) == pytest.approx(analytic_gaussian(multiplier / 2, delta), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("multiplier", "releases"), [(2.0, 1), pytest.param(8.0, 100, marks=pytest.mark.slow)])
 def test_many_releases_have_the_epsilon_of_privacy_loss_distributions(multiplier: float, releases: int) -> None:
     by_distribution = PLDAccountant().compose(event(multiplier, releases)).get_epsilon(DELTA)
@@ -101,6 +102,7 @@ targets = st.floats(0.01, 100)
 deltas = st.sampled_from([1e-2, 1e-5, 1e-10])
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0.1, 300), targets, deltas)
 def test_the_most_releases_of_a_budget_are_within_its_target_and_one_more_is_not(
@@ -113,6 +115,7 @@ def test_the_most_releases_of_a_budget_are_within_its_target_and_one_more_is_not
     assert epsilon_after(multiplier, count + 1, delta) > target * (1 - 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 10_000), targets, deltas)
 def test_the_smallest_multiplier_is_within_the_target_and_a_smaller_one_is_not(
@@ -124,6 +127,7 @@ def test_the_smallest_multiplier_is_within_the_target_and_a_smaller_one_is_not(
     assert releases * cost(multiplier) <= budget(target, delta) < (releases + 1) * cost(multiplier)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(targets, deltas)
 def test_a_budget_is_never_worth_more_than_its_target(target: float, delta: float) -> None:

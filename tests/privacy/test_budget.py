@@ -131,6 +131,7 @@ def test_a_budget_for_less_than_one_round_is_refused_with_the_noise_that_it_need
 # --- counting
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0.05, 200), min_size=1, max_size=30), st.floats(0.01, 200), st.integers(1, 300))
 def test_no_device_exceeds_the_target_for_any_noise_and_number_of_rounds(
@@ -538,6 +539,7 @@ def test_a_timing_only_run_counts_epsilon_and_stops_at_its_budget(
     ]
 
 
+@pytest.mark.slow
 def test_a_run_without_noise_has_no_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result, _ = run(tmp_path, monkeypatch)
     assert [result.content[key] for key in ("epsilon", "privacy", "stopped")] == [None] * 3

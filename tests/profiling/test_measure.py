@@ -48,7 +48,7 @@ def measure(model: nn.Sequential, batch_size: int = 8, **more: object) -> Profil
     return measure_profile(
         model,
         model_name="small",
-        input_shape=SHAPE,
+        inputs=SHAPE,
         classes=5,
         batch_size=batch_size,
         budget_s=0.02,
@@ -71,6 +71,7 @@ def test_these_batch_sizes_are_measured(batch: int, statistics: bool, sizes: tup
     assert batch_sizes(batch, batch_statistics=statistics) == sizes
 
 
+@pytest.mark.slow
 def test_a_profile_has_the_sizes_of_every_layer() -> None:
     profile = measure(small_network())
     assert profile.batch_sizes == (1, 2, 4, 8)
@@ -80,6 +81,7 @@ def test_a_profile_has_the_sizes_of_every_layer() -> None:
     assert (profile.model, profile.dtype, profile.machine) == ("small", "float32", machine_fingerprint())
 
 
+@pytest.mark.slow
 def test_every_layer_takes_time_forward_and_backward() -> None:
     profile = measure(small_network())
     assert all(time_s > 0 for layer in profile.layers for time_s in layer.forward_s + layer.backward_s)
@@ -118,6 +120,7 @@ def _slowed(function: Callable[..., object]) -> Callable[..., object]:
     return slowed
 
 
+@pytest.mark.slow
 def test_timed_overheads_are_the_functions_that_training_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {"step": "step", "pack": "pack", "install": "unpack_and_install"}
     for name in calls.values():
@@ -187,6 +190,7 @@ def test_the_model_keeps_its_weights_gradients_statistics_and_mode(norm: bool) -
     assert gradients[1:] == [None] * (len(gradients) - 1)
 
 
+@pytest.mark.slow
 def test_threads_and_random_numbers_are_restored() -> None:
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     seen: list[int] = []
@@ -215,18 +219,35 @@ def test_a_network_of_one_layer_is_measured_with_its_loss() -> None:
     assert min(profile.layers[0].forward_s + profile.layers[0].backward_s) > 0
 
 
+@pytest.mark.slow
+def test_frozen_layers_have_no_backward_and_exchange_only_buffers() -> None:
+    model = small_network(norm=True)
+    first = next(iter(model))
+    first.requires_grad_(False)
+    profile = measure(model)
+    buffers = sum(buffer.nbytes for buffer in first.buffers())
+    assert profile.changing_bytes(1, 1) == buffers
+    assert (
+        profile.changing_bytes(1, len(model))
+        == profile.parameter_bytes(1, len(model)) - profile.parameter_bytes(1, 1) + buffers
+    )
+    assert not any(profile.layers[0].backward_s)
+    assert all(profile.layers[0].shares.values())
+
+
+@pytest.mark.slow
 def test_batch_normalisation_is_never_measured_on_a_single_sample() -> None:
     assert measure(small_network(norm=True)).batch_sizes == (2, 4, 8)
 
 
+@pytest.mark.slow
 def test_a_tiny_budget_still_gives_one_pass_of_everything() -> None:
-    profile = measure_profile(
-        small_network(), model_name="small", input_shape=SHAPE, classes=5, batch_size=8, budget_s=0.0
-    )
+    profile = measure_profile(small_network(), model_name="small", inputs=SHAPE, classes=5, batch_size=8, budget_s=0.0)
     assert profile.how == "median CPU time of 1 training pass on one thread"
     assert all(time_s > 0 for layer in profile.layers for time_s in layer.forward_s + layer.backward_s)
 
 
+@pytest.mark.slow
 def test_progress_grows_and_ends_at_one_in_the_callers_thread() -> None:
     shares: list[float] = []
     threads: set[int] = set()
@@ -277,6 +298,7 @@ def wide_network() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Sequential(nn.Flatten(), nn.Linear(512, 5)))
 
 
+@pytest.mark.slow
 def test_saved_and_working_bytes_are_measured_and_predict_what_a_plan_needs() -> None:
     profile = measure(wide_network())
     assert [layer.saved_bytes for layer in profile.layers[:3]] == [(192 + 512) * 4, 512 * 4, 512 * 4]
@@ -327,7 +349,7 @@ with open("/proc/self/status") as status:
     (used,) = (int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (used + 130 * 2**20,) * 2)
 profile = measure_profile(
-    model, model_name="wide", input_shape=(3, 32, 32), classes=5, batch_size=128, budget_s=0.1
+    model, model_name="wide", inputs=(3, 32, 32), classes=5, batch_size=128, budget_s=0.1
 )
 print(len(profile.layers), profile.total_layers, profile.batch_sizes)
 """

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipar.nn.models import build_model
 from pipar.profiling.operation_counter import count_layers
-from pipar.profiling.operation_counts import LayerCount, PassCount, known_counts, network_sizes
+from pipar.profiling.operation_counts import Counts, LayerCount, PassCount, known_counts, network_sizes
 
 SHAPE = (3, 8, 8)
 
@@ -24,6 +24,7 @@ def network() -> nn.Sequential:
     )
 
 
+@pytest.mark.slow
 def test_a_convolution_is_counted_as_by_hand() -> None:
     first, second, last = count_layers(network(), SHAPE, run=True)
     macs = 4 * 64 * 27
@@ -45,6 +46,7 @@ def test_saved_memory_is_the_first_input_the_tensors_of_autograd_and_the_output_
     assert last.other_saved_bytes == 8  # the label
 
 
+@pytest.mark.slow
 def test_working_memory_is_what_a_backward_holds_in_addition() -> None:
     first, second, _ = count_layers(network(), SHAPE, run=True)
     # The gradient of pooling's input and that of ReLU's, minus what pooling has freed.
@@ -77,6 +79,7 @@ def _without_working(layer: LayerCount) -> list[object]:
     return [value for name, value in vars(layer).items() if name != "working"]
 
 
+@pytest.mark.slow
 def test_counters_of_batch_normalisation_are_bytes_and_the_rest_depends_on_the_dtype() -> None:
     model = nn.Sequential(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(192)), nn.Linear(192, 5))
     counts = count_layers(model, SHAPE, run=True)
@@ -99,6 +102,27 @@ def test_a_layer_that_inspects_its_values_is_counted_too() -> None:
     assert counts[0].parameters == 0
 
 
+class Scaled(nn.Module):
+    """Names a device and a dtype, as the recording of a network does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.ones(x.shape[0], 1, dtype=self.dtype, device="cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [False, True])
+def test_a_network_recorded_in_float64_counts_as_in_float32(run: bool) -> None:
+    def counted(dtype: torch.dtype) -> Counts:
+        return count_layers(nn.Sequential(Scaled(dtype), nn.Linear(4, 2)).to(dtype), (4,), run=run)
+
+    assert counted(torch.float64) == counted(torch.float32)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_model_and_random_numbers_stay_unchanged(run: bool) -> None:
     model = nn.Sequential(network(), nn.Dropout(0.5), nn.BatchNorm1d(5)).eval()

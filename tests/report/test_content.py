@@ -91,6 +91,7 @@ def test_an_iteration_of_fifty_micro_batches_and_four_devices_is_drawn_whole(fin
     assert len(json.dumps(content([record] * 4))) < 1_500_000, "too much for a page below 3 MB"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1500, 700, 400, 50])
 def test_spans_beyond_the_limit_are_left_out_but_never_the_critical_path(finely_cut: Path, most: int) -> None:
     traced = EpochTrace(RunRecord.read(finely_cut).spans, 1)
@@ -138,6 +139,7 @@ def test_with_many_cores_those_on_the_critical_path_are_drawn() -> None:
     assert cores == [*(f"core {core}" for core in range(7)), "core 19"]
 
 
+@pytest.mark.slow
 def test_the_content_is_json_and_complete_for_each_run(runs: dict[str, Path]) -> None:
     page = content([RunRecord.read(folder) for folder in runs.values()])
     assert json.loads(json.dumps(page, allow_nan=False)) == page
@@ -258,6 +260,7 @@ def test_a_page_of_many_long_runs_is_below_3_mb(finely_cut: Path) -> None:
         assert run["seconds_left_out"] == pytest.approx(run["epochs_left_out"] * epoch["seconds"])
 
 
+@pytest.mark.slow
 def test_a_large_fleet_is_limited_to_what_a_page_can_show(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["pipar"])
     count = 10_000

@@ -33,6 +33,7 @@ def folder(runs: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs["pipar"], tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_the_last_line_of_a_run_or_comparison_is_the_path_of_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def test_faster_hardware_is_never_slower_and_the_bottleneck_is_the_planners() ->
     assert all(one["epoch_s"] >= found["epoch_s"] * 0.99 for one in found["split_points"]), "another P is better"
 
 
+@pytest.mark.slow
 def test_a_given_plan_is_compared_with_the_plan_that_would_be_chosen() -> None:
     found = what_if(job("plan.split_point=4", "plan.micro_batches=1"))
     assert found["plan"].startswith("P=4 N=1")
@@ -68,11 +69,13 @@ def test_methods_with_a_shared_server_model_have_a_note_instead_of_predictions()
     assert "epoch_s" not in found
 
 
+@pytest.mark.slow
 def test_unlimited_links_have_no_case_of_twice_the_bandwidth() -> None:
     found = what_if(job('devices.link="unlimited"'))
     assert "twice the bandwidth" not in [one["change"] for one in found["changes"]]
 
 
+@pytest.mark.slow
 def test_without_time_bandwidth_server_and_another_p_are_predicted_and_the_rest_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -83,6 +86,7 @@ def test_without_time_bandwidth_server_and_another_p_are_predicted_and_the_rest_
     assert found["note"] == "3 of 6 cases were skipped: planning took too long."
 
 
+@pytest.mark.slow
 def test_a_deployment_uses_measured_links_and_has_a_note_without_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -50,6 +50,7 @@ def test_every_cell_is_a_valid_configuration_with_unique_labels(name: str) -> No
         config_from(small)  # a hundred thousand devices take a while
 
 
+@pytest.mark.slow
 def test_idle_times_are_those_of_the_epochs_that_were_timed() -> None:
     assert {cell.hash for cell in IDLE_SMALL.cells(False)} == {cell.hash for cell in TIME_SMALL.cells(False)}
 
@@ -368,6 +369,7 @@ def test_plans_that_are_wrong_for_another_reason_are_no_result() -> None:
         run_cell("timing", replace(TINY, plan=(9, 1)).tree(), {})
 
 
+@pytest.mark.slow
 def test_replanning_is_counted() -> None:
     tree = replace(TINY, link={"cycle": ["4g", "wifi"], "every": "1s"}).tree()
     tree["plan"] = {"replan": True}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from reproduction.cells import run_cell
 from reproduction.experiment import Outcome
 from reproduction.plan_map import PLAN_MAP
@@ -9,6 +11,7 @@ from reproduction.tables import page
 from reproduction.testbed import Trial
 
 
+@pytest.mark.slow
 def test_every_cut_with_every_given_n_is_a_row_and_one_of_them_is_chosen() -> None:
     (cell, *_) = PLAN_MAP.cells(True)
     tree = Trial("vgg5", "cifar10", "4g", devices=2).tree()

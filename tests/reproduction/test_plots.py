@@ -81,6 +81,7 @@ def curves(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
 # --- bars
 
 
+@pytest.mark.slow
 def test_times_have_a_bar_for_every_link_and_method_in_a_panel_for_every_network() -> None:
     figure = draw("time", time_rows("resnet18", "vgg5"))
     first, second = shown(figure)
@@ -299,6 +300,7 @@ def test_scale_has_a_curve_per_method_and_a_panel_per_link_and_quantity() -> Non
     assert len({(line.get_color(), line.get_marker()) for line in drawn}) == 3
 
 
+@pytest.mark.slow
 def test_marks_of_rows_that_were_not_run_are_hollow_and_explained_in_the_legend() -> None:
     rows = scale_rows()
     figure = draw("scale", rows)
@@ -401,6 +403,7 @@ def many_rows() -> dict[str, Rows]:
     return {**dict.fromkeys(FIGURES, rows), **once, **lines, "accuracy": accuracy_rows()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if n else ()) for n, name in enumerate(FIGURES)]
 )

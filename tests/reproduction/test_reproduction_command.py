@@ -134,6 +134,7 @@ def test_a_mistake_is_one_sentence(words: list[str], sentence: str, pipar: Calla
     assert sentence in lines
 
 
+@pytest.mark.slow
 def test_experiments_that_lack_something_are_named_and_left_out_before_anything_is_run(
     pipar: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,8 @@ def test_libraries_have_their_versions() -> None:
         ("pipar/launch/deployed_server.py", False),
         ("pipar/cli/tables.py", False),
         ("pipar/monitoring/logs.py", False),
+        ("pipar/recording/recorder.py", False),
+        ("pipar/launch/replay.py", False),
         ("reproduction/tables.py", False),
     ],
 )
@@ -88,7 +90,8 @@ def test_an_edit_is_noticed_if_numbers_depend_on_the_file(
     assert sources.have_sources_changed() == is_noticed
 
 
-def test_modules_that_do_not_count_are_imported_for_trackers_and_the_page_of_a_run_only() -> None:
+@pytest.mark.slow
+def test_modules_that_do_not_count_are_imported_for_trackers_recordings_and_the_page_of_a_run_only() -> None:
     modules = shape.modules()
     counted = [module for module in modules if sources.counts(module.replace(".", "/") + ".py")]
     others = modules.keys() - counted
@@ -98,7 +101,12 @@ def test_modules_that_do_not_count_are_imported_for_trackers_and_the_page_of_a_r
         for target in shape.imported_modules(module, modules[module], modules)
         if target in others and module != "__main__"
     }
-    assert imported == {("launch.run", "monitoring.tracker_threads"), ("launch.run", "report.__init__")}
+    assert imported == {
+        ("launch.run", "monitoring.tracker_threads"),
+        ("launch.run", "recording.recorder"),
+        ("launch.run", "report.__init__"),
+        ("launch.processes", "recording.recorder"),
+    }
     assert {module for module in others if module.startswith("launch.")} >= {"launch.deployed_server"}
 
 

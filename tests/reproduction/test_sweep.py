@@ -10,9 +10,8 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -200,15 +199,8 @@ def test_a_folder_that_is_not_writable_is_reported_in_one_sentence(runs: Runs, t
     assert runs.seeds == [1]
 
 
-@pytest.fixture
-def _own_fork_server() -> Iterator[None]:
-    """End the fork server after a test: a process has only one, and this one lacks a real run's preloaded modules."""
-    yield
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_own_fork_server")
+@pytest.mark.usefixtures("own_fork_server")
 def test_two_processes_give_the_results_of_one_and_leave_no_process_running(tmp_path: Path) -> None:
     tiny = [Cell("timing", {**TINY.tree(), "run": {**TINY.tree()["run"], "seed": seed}}) for seed in (1, 2, 3)]
 

@@ -22,6 +22,7 @@ def many_samples(message: Message) -> Message:
     return message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fl", "pipar"])
 def test_a_device_that_claims_many_samples_does_not_own_the_next_model(method: str) -> None:
     small = Case(method, sizes=(100, 60, 57), encoding="raw")
@@ -32,6 +33,7 @@ def test_a_device_that_claims_many_samples_does_not_own_the_next_model(method: s
     assert same(trained.state, expected.state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pipar", "sfl2"])
 def test_samples_that_the_server_has_not_seen_do_not_count(method: str) -> None:
     small = Case(method, sizes=(100, 60, 57), encoding="raw")

@@ -130,6 +130,7 @@ def wild(change: dict[str, Any]) -> dict[str, Any]:
     return {**said, **{key: change[key] for key in plain if key in change}}
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(change=changes)
 def test_a_wild_profile_is_refused_or_planned_with_and_ends_no_other_devices_training(change: dict[str, Any]) -> None:
@@ -232,6 +233,22 @@ def test_a_file_of_names_is_read_again_for_every_device_that_joins(tmp_path: Pat
     enrolment.check(late)
     with pytest.raises(ProtocolError, match="'b' has a credential"):  # if it joins again
         enrolment.check(Introduction("b", 100, WHOLE))
+
+
+def test_a_change_of_the_file_of_names_is_described_once(tmp_path: Path) -> None:
+    names = tmp_path / "devices.txt"
+    names.write_text("a\nb\n")
+    enrolment = opened(server={"allow": str(names)})
+    assert enrolment.take_change() is None
+    names.write_text("a\nc\n")
+    assert enrolment.take_change() == f"{names} was read again: added c; removed b."
+    assert enrolment.take_change() is None
+    with pytest.raises(ProtocolError, match="'b' has a credential"):
+        enrolment.check_allowed("b")
+    names.unlink()
+    assert enrolment.take_change() is None  # devices that join are told
+    assert opened(server={"allow": ["a"]}).take_change() is None
+    assert opened().take_change() is None
 
 
 @pytest.mark.parametrize(("content", "sentence"), [(None, "no such file or directory"), (b"\xff\xfe", "is not text")])

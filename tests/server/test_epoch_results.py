@@ -153,6 +153,7 @@ PARTS: list[tuple[str, Part]] = [
 ]
 
 
+@pytest.mark.slow
 @given(st.permutations(PARTS))
 def test_an_epoch_is_emitted_when_it_is_complete_and_never_before_the_previous_one(
     parts: list[tuple[str, Part]],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.hostile import says
+from support.roaming import C, roam, same
 from support.server_world import (
     EPOCH_BY_HAND,
     PROFILE,
@@ -19,6 +21,7 @@ from support.server_world import (
     train,
     until,
 )  # fmt: skip
+from support.training import Case
 
 from pipar.errors import ProtocolError, TrainingError
 from pipar.events import Lost
@@ -60,6 +63,17 @@ def test_a_number_in_hello_costs_only_the_device_that_says_it(case: str, terms: 
     assert len(str(outcome.lives[0])) < 1000
     assert outcome.counted == [{"a": 20}, {"a": 20}]
     assert outcome.left_running == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["a count that cannot be printed when one is added", "samples of all the world"])
+def test_the_weights_are_those_of_a_training_without_the_device_that_says_it(case: str) -> None:
+    small = Case("pipar", sizes=(100, 60, 57), encoding="raw")
+    expected = roam(small, {}, absent={C})
+    trained = roam(small, {}, tampers={C: says(Kind.HELLO, **HELLOS[case])}, begins_with=2)
+    assert C in trained.endings
+    assert trained.counted == expected.counted
+    assert same(trained.state, expected.state)
 
 
 ENDS: dict[str, dict[str, object]] = {

@@ -82,6 +82,7 @@ def test_a_device_whose_network_is_gone_is_silent_within_two_seconds_and_heard_w
     assert 25.0 <= heard_at <= 25.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pipar", "fl", "sl", "sfl2"])
 def test_a_slow_device_is_not_reported_silent_repeatedly(method: str) -> None:
     seen: Seen = []

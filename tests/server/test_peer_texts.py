@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from support.server_world import by_hand, hello, honest, scripted, train, until
 
-from pipar.device.program import _fault
+from pipar.device.interfaces import Equipment
+from pipar.device.program import Device, _fault
 from pipar.errors import ProtocolError, VersionError, describe, peer_text
-from pipar.events import Lost
+from pipar.events import Lost, ignore
+from pipar.execution.clock import run_virtually
+from pipar.execution.spans import UPLINK, Recorder
+from pipar.launch.sizes_only import SizesOnlySamples
 from pipar.monitoring.logs import EventDescriber
+from pipar.server.session import fault
 from pipar.transport.channel import Channel
+from pipar.transport.in_memory import memory_pair
 from pipar.wire.frames import VERSION, cut_message, pack_frame, unpack_frame
-from pipar.wire.messages import Kind, Message, json_body
+from pipar.wire.messages import Kind, Message, json_body, read_json
 
 LONG = "\x1b[2J" + "gone\n" * 1_200
 
 
 def test_a_device_that_gives_up_with_a_long_reason_leaves_one_short_line() -> None:
-    fault = Message(Kind.FAULT, body=json_body({"reason": LONG}))
-    outcome = train([honest("a"), by_hand(Kind.ROUND, fault, leaves=True)], epochs=2)
+    farewell = Message(Kind.FAULT, body=json_body({"reason": LONG}))
+    outcome = train([honest("a"), by_hand(Kind.ROUND, farewell, leaves=True)], epochs=2)
     (lost,) = outcome.of(Lost)
     line = EventDescriber().sentence(lost)
     assert len(line) < 2100
     assert len(lost.reason) < 2100
     assert lost.reason.isprintable()
-    assert lost.reason.startswith("it gave up: \\x1b[2Jgone")
+    assert lost.reason.startswith("it ended its session (\\x1b[2Jgone")
 
 
 def test_a_server_that_refuses_with_a_long_reason_leaves_one_short_line() -> None:
@@ -74,3 +84,39 @@ def test_another_version_is_named_with_the_remedy(theirs: int, age: str) -> None
     assert "this side, which has pipar 0.1.0" in sentence
     assert "pip install pipar==0.1.0" in sentence
     assert isinstance(other.value, ProtocolError)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message(Kind.HELLO, body=json_body({"name": "pi", "pipar": "0.9.1", "samples": 3})),
+        replace(fault(VersionError("It is another.")), epoch=7),
+    ],
+)
+def test_the_package_of_a_peer_with_another_version_is_named_if_it_says_so(message: Message) -> None:
+    (frame,) = cut_message(message, 0, 0)
+    data = bytearray(pack_frame(frame))
+    data[2] = VERSION + 1
+    said = "0.9.1" if message.kind is Kind.HELLO else "0.1.0"
+    with pytest.raises(VersionError, match=rf"the peer has a newer pipar \({said}\) than this side"):
+        unpack_frame(bytes(data))
+
+
+@pytest.mark.parametrize("is_real", [True, False])
+def test_a_device_of_a_deployment_tells_its_version(is_real: bool) -> None:
+    said: list[dict[str, object]] = []
+
+    async def main() -> None:
+        near, far = memory_pair()
+        channel = Channel(near, Recorder("pi"), UPLINK, is_real=is_real)
+        equipment = Equipment(SizesOnlySamples(3), pytest.fail, pytest.fail)
+        lanes: Any = None
+        device = Device("pi", equipment, lanes, channel, Recorder("pi"), ignore)
+        joining = asyncio.ensure_future(device.train())
+        said.append(read_json((await far.read()).only()))
+        joining.cancel()
+        await asyncio.gather(joining, return_exceptions=True)
+        await channel.close()
+
+    run_virtually(main())
+    assert said[0].get("pipar") == ("0.1.0" if is_real else None)

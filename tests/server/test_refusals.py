@@ -43,7 +43,7 @@ def test_other_reasons_are_reported_at_once() -> None:
 
 def test_texts_of_a_peer_are_cut() -> None:
     (found,) = reported((0, "x" * 900_000), device="y" * 900_000)
-    assert len(found.device) == len(found.reason) == 303
+    assert len(found.device) == len(found.reason) == 304
 
 
 def test_many_different_refusals_need_no_more_memory() -> None:
@@ -66,7 +66,8 @@ def test_connections_that_are_refused_before_they_say_who_they_are_are_reported_
     async def knock(world: World) -> None:
         for port in (5123, 5124):
             world.server.report_refused(f"ipv4:10.0.0.9:{port}", "The token is not known.")
-        world.server.report_refused("ipv6:[::1]:5125", "The token is not known.")
+        for origin in ("ipv6:[::1]:5125", "ipv6:%5B::1%5D:51542"):
+            world.server.report_refused(origin, "The token is not known.")
 
     outcome = train([("nobody", knock), honest("a")], devices=("a",))
     refused = [(event.device, event.reason) for event in outcome.of(Refused)]

@@ -10,6 +10,7 @@ from pipar.events import Event, Lost, Reconnecting
 from pipar.server.name_conflicts import NameConflicts
 
 
+@pytest.mark.slow
 def test_two_devices_with_one_credential_do_not_replace_each_other_for_ever() -> None:
     told: list[Event] = []
     clones = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +43,7 @@ def rounds(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, list[float]]]:
     return iterations, {name: draw(st.lists(delay, min_size=5, max_size=5)) for name in names}
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(rounds())
 def test_turns_go_by_iteration_and_then_by_name_in_any_order_of_arrival(

@@ -28,6 +28,7 @@ def test_the_command_reports_that_all_invariants_held() -> None:
     assert "all invariants held" in result.output
 
 
+@pytest.mark.slow
 def test_the_command_reports_the_seed_that_failed_and_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(seed: int, devices: int, rounds: int, *, verbose: bool = False) -> Report:  # noqa: ARG001
         return Report(seed, "fl", "", 1.0, ("a fault",), 0, "weights are finite", "0.weight is not.", "fl", ("last",))
@@ -41,6 +42,7 @@ def test_the_command_reports_the_seed_that_failed_and_how_to_repeat_it(monkeypat
     assert shown["failed"] == [5]
 
 
+@pytest.mark.slow
 def test_a_verbose_seed_reports_all_events() -> None:
     report = try_seed(1, 2, 1, verbose=True)
     assert report.holds
@@ -72,8 +74,8 @@ def test_ctrl_c_ends_all_processes_and_exits_130() -> None:
         command, stdout=out_of, stderr=out_of, text=True, env=environment, start_new_session=True
     ) as process:
         try:
-            until(lambda: len(_children(process.pid)) > 2 or process.poll(), "the worker processes")
-            workers = _children(process.pid)
+            until(lambda: len(_workers(process.pid)) == 2 or process.poll(), "the worker processes")
+            workers = _workers(process.pid)
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the children, too
             out, err = process.communicate(timeout=PATIENCE_S)
         finally:
@@ -82,6 +84,10 @@ def test_ctrl_c_ends_all_processes_and_exits_130() -> None:
     until(lambda: not any(Path("/proc", worker).exists() for worker in workers), "the end of the worker processes")
 
 
-def _children(pid: int) -> list[str]:
-    """Return the child processes of a process: the workers, and the tracker of their resources."""
+def _workers(pid: int) -> list[str]:
+    """Return the worker processes: the children of the process's fork server."""
+    return [worker for child in _children(pid) for worker in _children(child)]
+
+
+def _children(pid: int | str) -> list[str]:
     return Path("/proc", str(pid), "task", str(pid), "children").read_text().split()

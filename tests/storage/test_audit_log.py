@@ -11,7 +11,19 @@ from typing import Any
 
 import pytest
 
-from pipar.events import Dropped, Event, Joined, Left, Progress, Refused, RoundOver, SaveFailed, Stopping
+from pipar.events import (
+    Dropped,
+    Event,
+    Joined,
+    Left,
+    Progress,
+    Refused,
+    Reloaded,
+    ReloadFailed,
+    RoundOver,
+    SaveFailed,
+    Stopping,
+)
 from pipar.storage.audit_log import FILE, AuditLog
 
 HAPPENED: list[Event] = [
@@ -21,6 +33,8 @@ HAPPENED: list[Event] = [
     RoundOver(1, {"pi-1": 100}),
     Dropped("pi-1", 2, "its link was lost"),
     Left("pi-1", "it was stopped"),
+    Reloaded("tokens.json was read again: removed pi-2."),
+    ReloadFailed("server.pem has no certificate."),
     Stopping("The server was asked to stop."),
 ]
 WRITTEN = [
@@ -30,6 +44,8 @@ WRITTEN = [
     {"what": "round", "round": 1, "samples": {"pi-1": 100}, "partly": {}},
     {"what": "excluded", "device": "pi-1", "round": 2, "reason": "its link was lost"},
     {"what": "left", "device": "pi-1", "reason": "it was stopped"},
+    {"what": "reloaded", "change": "tokens.json was read again: removed pi-2."},
+    {"what": "not_reloaded", "reason": "server.pem has no certificate."},
     {"what": "stopping", "reason": "The server was asked to stop."},
 ]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import tracemalloc
 
+import pytest
+
 from pipar.events import EpochResult
 from pipar.storage.epoch_log import EpochLog
 
@@ -28,6 +30,7 @@ def test_results_are_read_back_unchanged() -> None:
     assert (len(log), bool(EpochLog())) == (5, False)
 
 
+@pytest.mark.slow
 def test_a_log_of_many_devices_takes_little_memory() -> None:
     def taken(make: type[list[EpochResult]] | type[EpochLog]) -> int:
         tracemalloc.start()

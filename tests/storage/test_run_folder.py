@@ -120,6 +120,45 @@ def test_a_folder_on_a_full_disk_is_an_error_in_one_sentence(tmp_path: Path, mon
         RunFolder(tmp_path, job(), world="real", command="pipar server")
 
 
+def no_space(*_: object, **__: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_rows_of_an_epoch_that_cannot_be_written_are_reported_with_that_epoch(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Event] = []
+    emit, observe = folder.epoch_recorder(seen.append), folder.event_recorder(seen.append)
+    observe(RoundOver(1, {"pi-1": 20}))
+    really_write = os.write
+    monkeypatch.setattr(os, "write", no_space)
+    emit(EPOCH, [])  # its row of metrics.jsonl is the first that fails
+    assert [event.epoch for event in seen if isinstance(event, SaveFailed)] == [1]
+    observe(RoundOver(2, {"pi-1": 20}))
+    assert len([event for event in seen if isinstance(event, SaveFailed)]) == 1
+    monkeypatch.setattr(os, "write", really_write)
+    observe(RoundOver(3, {"pi-1": 20}))
+    monkeypatch.setattr(os, "write", no_space)
+    emit(replace(EPOCH, epoch=2), [SPAN])  # both files fail, after they could be written in between
+    reasons = [event.reason for event in seen if isinstance(event, SaveFailed)][1:]
+    assert ["trace" in reason for reason in reasons] == [False, True]
+
+
+def test_a_training_that_cannot_be_resumed_on_a_full_disk_says_so_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Checkpoint(1, EMPTY, {}, job().plans, {}, [EPOCH.to_dict()], [{"pi-1": 20}])
+    folder = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", no_space)
+        with pytest.raises(StorageError, match=r"metrics\.jsonl could not be written: No space left on device"):
+            folder.resume(found)
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "unlink", no_space)
+        with pytest.raises(StorageError, match=r"metrics\.jsonl could not be written: No space left on device"):
+            folder.start_over()
+
+
 def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result.json"
     write_atomically(path, b"old")

@@ -35,6 +35,7 @@ def test_a_folder_that_stays_empty_is_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_lock_that_a_killed_process_has_left_does_not_block(tmp_path: Path) -> None:
     code = f"""
 import sys, time

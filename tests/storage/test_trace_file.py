@@ -6,6 +6,7 @@ import errno
 import gc
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,25 @@ def test_a_trace_stops_growing_at_its_limit(tmp_path: Path) -> None:
     assert len(spans) + content["otherData"]["spans_left_out"] == 199 * 5
 
 
+def test_a_trace_can_be_encoded_and_written_by_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoders: set[str] = set()
+    real = json.dumps
+
+    def dumps(*arguments: Any, **options: Any) -> str:
+        encoders.add(threading.current_thread().name)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(json, "dumps", dumps)
+    for name, in_thread in (("one.json", False), ("other.json", True)):
+        encoders.clear()
+        trace = TraceFile(tmp_path / name, in_thread=in_thread)
+        for number in (1, 2, 3):
+            trace.add(epoch(number, devices=number))
+        trace.finish()
+        assert (threading.current_thread().name in encoders) != in_thread
+    assert (tmp_path / "other.json").read_bytes() == (tmp_path / "one.json").read_bytes()
+
+
 RESULT = EpochResult(1, 10.0, 40, 1.5, None, None, 100, 200, 1.0, 2.0, 5.0, 0.5, 0.25, {"device": 0.5})
 
 
@@ -115,15 +135,19 @@ def test_a_run_holds_no_spans_of_the_epochs_that_are_over(tmp_path: Path) -> Non
     assert len(read(tmp_path / "trace.json")["traceEvents"]) > 300 * 5
 
 
-def test_a_trace_that_cannot_be_written_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_threads", [False, True])
+def test_a_trace_and_rows_that_cannot_be_written_are_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_threads: bool
+) -> None:
     said: list[Event] = []
-    folder = RunFolder(tmp_path, job(), world="virtual", command="pipar run")
+    folder = RunFolder(tmp_path, job(), world="virtual", command="pipar run", has_threads=has_threads)
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", full)
     emit = folder.epoch_recorder(said.append)
-    for number in (1, 2):
+    for number in (1, 2, 3):
         emit(RESULT, epoch(number))
-    assert [event.reason.partition(" in ")[0] for event in said if isinstance(event, SaveFailed)] == ["The trace"]
+    reasons = [event.reason.partition(" in ")[0] for event in said if isinstance(event, SaveFailed)]
+    assert reasons == ["Rows of rounds.jsonl and metrics.jsonl", "The trace"]

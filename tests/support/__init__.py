@@ -11,17 +11,19 @@ How tests run:
 
 Small things to train, plan and send:
     training            workloads, profiles made by hand, trainings in virtual time
+    networks            networks that are no nn.Sequential
+    families            networks of known families, as their libraries write them
     over_grpc           the same trainings over gRPC
     roaming, cutting    the same over links that are lost and restored
     hostile             devices whose messages are tampered with
     server_world        a server in virtual time, with devices that are honest, scripted or lose their links
+    recorded            trainings in virtual time that are recorded
     deployments, gated  a training for real processes that can be held in mid-epoch
     small_runs, made_up_cells   runs and cells of the reproduction that take no time
     hand_made_job       a job of two devices, for what is written about a run
     fleets, leakages    fleets to plan for, and leakage tables
     credentials         certificates and tokens
     strangers           other programs that answer at the address of a server
-    garbage             damaged frames
 
 Second implementations to compare with:
     reference           every training method, from its definition

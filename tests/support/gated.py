@@ -1,11 +1,12 @@
 """A small network whose training can be held from outside, so that a test knows when a program is in mid-epoch.
 
 Programs find it by `model.factory`. A program whose environment has GATE=NAME stops in its part of the network for as
-long as $GATES/NAME.hold exists, and says so with $GATES/NAME.held.
+long as $GATES/NAME.hold exists, and says so with $GATES/NAME.held. A number in it is that of the batches that may pass.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -17,14 +18,24 @@ from torch import Tensor, nn
 class Gate(nn.Module):
     """Passes its input on, after waiting while its gate is closed."""
 
+    passed = 0  # by all gates of this program
+
     def forward(self, x: Tensor) -> Tensor:
         if "GATE" in os.environ and torch.is_grad_enabled():
             hold, held = (Path(os.environ["GATES"], f"{os.environ['GATE']}.{word}") for word in ("hold", "held"))
-            while hold.exists():
+            while _lets_pass(hold) <= Gate.passed:
                 held.touch()
                 time.sleep(0.01)
             held.unlink(missing_ok=True)
+            Gate.passed += 1
         return x
+
+
+def _lets_pass(hold: Path) -> float:
+    try:
+        return int(hold.read_text("utf-8") or 0)
+    except FileNotFoundError:
+        return math.inf
 
 
 def network() -> nn.Sequential:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
 
 import torch
+from torch import nn
 
 from pipar.device.interfaces import Equipment
 from pipar.events import EpochResult, Observer, ignore
@@ -16,14 +18,23 @@ from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.planner.replanner import Replan
 from pipar.server.enrolment import ClosedEnrolment
 from pipar.transport.grpc import Listener, connect
+from pipar.transport.limits import Keepalive
 from support.training import Case, Trained, make_job
 from support.waiting import PATIENCE_S
 
 
-async def train_over_grpc(case: Case, replan: Replan | None = None, observe: Observer = ignore) -> Trained:
-    """Return the outcome of a case with a separate stream for every device."""
+async def train_over_grpc(
+    case: Case,
+    replan: Replan | None = None,
+    observe: Observer = ignore,
+    *,
+    late_s: Mapping[str, float] | None = None,
+    keepalive: Keepalive | None = None,
+    model: nn.Module | None = None,
+) -> Trained:
+    """Return the outcome of a case with a separate stream for every device; some devices may connect later."""
     torch.set_num_threads(1)
-    workload = case.workload()
+    workload = case.workload(model)
     job = make_job(workload)
     learner = make_learner(job, workload)
     epochs: list[EpochResult] = []
@@ -48,11 +59,12 @@ async def train_over_grpc(case: Case, replan: Replan | None = None, observe: Obs
             replan=replan,
         ),
     )
-    listener = Listener(server.admit)
+    listener = Listener(server.admit, keepalive=keepalive)
     port = await listener.start("127.0.0.1:0")
 
     async def live(name: str) -> None:
-        transport = await connect(f"127.0.0.1:{port}")
+        await asyncio.sleep((late_s or {}).get(name, 0.0))
+        transport = await connect(f"127.0.0.1:{port}", keepalive=keepalive)
         equipment = Equipment(workload.shard(name), part_builder(workload, name), lanes, guard=job.guard())
         await run_device(name, job.links[name], equipment, transport, observe=ignore)
 

@@ -192,10 +192,10 @@ class Place:
 
     # --- gates
 
-    def hold(self, name: str) -> None:
-        """Stop a program when it next computes."""
+    def hold(self, name: str, after: int | None = None) -> None:
+        """Stop a program when it next computes; one that is not started yet `after` some batches, if given."""
         (self.folder / f"{name}.held").unlink(missing_ok=True)
-        (self.folder / f"{name}.hold").touch()
+        (self.folder / f"{name}.hold").write_text("" if after is None else str(after), "utf-8")
 
     def wait_until_held(self, name: str) -> None:
         try:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Batch = tuple[Tensor, Tensor]
+Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+Batch = tuple[Inputs, Tensor]
 Data = Sequence[Sequence[Sequence[Batch]]]
 State = dict[str, Tensor]
 
@@ -39,7 +40,7 @@ class Rules:
         return torch.optim.SGD(parameters, **settings) if parameters else None
 
 
-def train(method: str, model: nn.Sequential, data: Data, split_point: int, rules: Rules) -> State:
+def train(method: str, model: nn.Module, data: Data, split_point: int, rules: Rules) -> State:
     """Return the global model's state after all epochs; the given model is not changed."""
     start = copy.deepcopy(model).train()
     if method == "sl":
@@ -49,7 +50,7 @@ def train(method: str, model: nn.Sequential, data: Data, split_point: int, rules
     return federated(start, data, rules)  # fl, sfl and pipar train the same weights, wherever the cut is
 
 
-def federated(model: nn.Sequential, data: Data, rules: Rules) -> State:
+def federated(model: nn.Module, data: Data, rules: Rules) -> State:
     """Every device trains the whole model on its own batches; the models are averaged by samples."""
     models = [copy.deepcopy(model) for _ in data]
     optimizers = [rules.optimizer(own) for own in models]
@@ -107,7 +108,7 @@ def step(
     """One step of gradient descent on one whole batch; FedProx adds mu/2 |w - start|^2 to its loss."""
     inputs, labels = batch
     model.zero_grad()
-    loss = rules.loss(model(inputs), labels)
+    loss = rules.loss(output(model, inputs), labels)
     if rules.proximal:
         away = [(w - first).square().sum() for w, first in zip(model.parameters(), start, strict=True)]
         loss = loss + rules.proximal / 2 * torch.stack(away).sum()
@@ -115,6 +116,12 @@ def step(
     for optimizer in optimizers:
         if optimizer is not None:
             optimizer.step()
+
+
+def output(model: nn.Module, inputs: Inputs) -> Tensor:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def weights(model: nn.Module) -> list[Tensor]:

@@ -26,6 +26,7 @@ from pipar.profiling.profile import LayerProfile, Profile
 from pipar.server.device_messages import Introduction
 from pipar.server.epoch_results import ResultCollector, TimeBounds
 from pipar.server.interfaces import Checkpointer, ServerLanes, Services, SessionSettings, Training
+from pipar.server.patience import ChosenTimeouts
 from pipar.server.program import Server
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Channel
@@ -158,6 +159,7 @@ def train(
     min_devices: int = 1,
     round_deadline_s: float | None = None,
     resume_window_s: float = 0.0,
+    timeouts: ChosenTimeouts | None = None,
     keep_spans: frozenset[str] | None = None,
     terms: UpdateNoise | None = None,
     checkpointer: Checkpointer | None = None,
@@ -221,7 +223,7 @@ def train(
                 checkpointer,
                 observe,
             ),
-            SessionSettings(PROFILE, resume_window_s, keep_spans=keep_spans),
+            SessionSettings(PROFILE, resume_window_s, keep_spans=keep_spans, timeouts=timeouts),
         )
         world = World(server)
         tasks = [asyncio.create_task(_outcome(live(world))) for _, live in lives]
@@ -237,6 +239,9 @@ def train(
         outcome.lives = [await task for task in tasks]
         await asyncio.gather(*world.admissions)
         outcome.carried = [link.carried for link in world.links]
+        if timeouts is not None:
+            server.close()
+            await asyncio.sleep(0)
         outcome.left_running = len(asyncio.all_tasks()) - 1
 
     run_virtually(main())

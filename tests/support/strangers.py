@@ -21,10 +21,13 @@ ANSWERS = {
 
 
 @contextlib.contextmanager
-def stranger(answer: bytes = b"", *, certs: Path | None = None, port: int = 0) -> Iterator[int]:
+def stranger(
+    answer: bytes = b"", *, certs: Path | None = None, port: int = 0, heard: threading.Event | None = None
+) -> Iterator[int]:
     """Yield the port on which a program answers every connection with these bytes, and closes it.
 
-    With a folder of certificates it first makes a TLS handshake as the server of that folder.
+    With a folder of certificates it first makes a TLS handshake as the server of that folder. `heard` is set when a
+    peer has got the whole answer and closed the connection.
     """
     context = None
     if certs is not None:
@@ -35,7 +38,7 @@ def stranger(answer: bytes = b"", *, certs: Path | None = None, port: int = 0) -
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", port))
         listening.listen()
-        answering = threading.Thread(target=_answer_all, args=(listening, answer, context), daemon=True)
+        answering = threading.Thread(target=_answer_all, args=(listening, answer, context, heard), daemon=True)
         answering.start()
         try:
             yield listening.getsockname()[1]
@@ -44,7 +47,9 @@ def stranger(answer: bytes = b"", *, certs: Path | None = None, port: int = 0) -
             answering.join()
 
 
-def _answer_all(listening: socket.socket, answer: bytes, context: ssl.SSLContext | None) -> None:
+def _answer_all(
+    listening: socket.socket, answer: bytes, context: ssl.SSLContext | None, heard: threading.Event | None
+) -> None:
     while True:
         try:
             connection, _ = listening.accept()
@@ -54,9 +59,19 @@ def _answer_all(listening: socket.socket, answer: bytes, context: ssl.SSLContext
             connection.settimeout(5.0)
             if context is None:
                 _answer(connection, answer)
+                _wait_for_end(connection)
+                if heard is not None:
+                    heard.set()
             else:
                 with context.wrap_socket(connection, server_side=True) as protected:
                     _answer(protected, answer)
+
+
+def _wait_for_end(connection: socket.socket) -> None:
+    """Return when the peer has closed the connection, after it has read everything."""
+    connection.shutdown(socket.SHUT_WR)
+    while connection.recv(4096):
+        pass
 
 
 def _answer(connection: socket.socket, answer: bytes) -> None:

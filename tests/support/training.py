@@ -23,8 +23,10 @@ from pipar.job.workload import UserObjects, Workload
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_virtually
 from pipar.methods import METHODS
+from pipar.nn.inputs import InputForm, call, tensors_of
 from pipar.nn.learner import TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
+from pipar.nn.split import named_layers
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from support import reference
 from support.reference import Batch, Data, Rules, State
@@ -63,6 +65,11 @@ class Case:
     aggregation: tuple[tuple[str, float], ...] = ()  # its parameters
     encoding: str = "auto"
     privacy: tuple[tuple[str, float], ...] = ()  # keys of [privacy]
+    weights: str | None = None  # a file to start from
+    freeze: tuple[str, ...] = ()  # patterns of parameter names
+    cache: str | int = 2**30  # of activations
+    cut_points: tuple[str, ...] | None = None
+    batch_size: int = BATCH
     even: bool = False  # all devices fast on unlimited links, so that real processes are quick
 
     def __str__(self) -> str:
@@ -77,11 +84,11 @@ class Case:
             "run": {
                 "method": self.method,
                 "epochs": self.epochs,
-                "batch_size": BATCH,
+                "batch_size": self.batch_size,
                 "seed": self.seed,
                 "trace": "full",
             },
-            "model": {"name": self.model, "norm": self.norm, "dtype": self.dtype},
+            "model": self._model(),
             "optimizer": {"momentum_at_aggregation": self.momentum, "weight_decay": self.weight_decay},
             "data": {
                 "name": "synthetic",
@@ -94,9 +101,22 @@ class Case:
             "plan": {"schedule": self.schedule},
             "wire": {"encoding": self.encoding},
             "privacy": dict(self.privacy),
-            "server": {"cores": 2, "aggregator": self.aggregator, "aggregation": dict(self.aggregation)},
+            "server": {
+                "cores": 2,
+                "aggregator": self.aggregator,
+                "aggregation": dict(self.aggregation),
+                "activation_cache": self.cache,
+            },
             "devices": [self._device(number) for number in range(len(self.sizes))],
         }
+
+    def _model(self) -> dict[str, Any]:
+        section: dict[str, Any] = {"name": self.model, "norm": self.norm, "dtype": self.dtype}
+        if self.weights is not None:
+            section["weights"] = self.weights
+        if self.cut_points is not None:
+            section["cut_points"] = list(self.cut_points)
+        return {**section, "freeze": list(self.freeze)} if self.freeze else section
 
     def _device(self, number: int) -> dict[str, Any]:
         return {
@@ -107,9 +127,9 @@ class Case:
             "micro_batches": self.micro_batches[number % len(self.micro_batches)],
         }
 
-    def workload(self, model: nn.Sequential | None = None) -> Workload:
+    def workload(self, model: nn.Module | None = None, datasets: Any = None) -> Workload:
         config = config_from(self.tree())
-        return Workload(config, UserObjects.of(config, model, None, None, None))
+        return Workload(config, UserObjects.of(config, model, datasets, None, None))
 
     def rules(self, **changes: Any) -> Rules:
         kept = self.momentum == "keep"
@@ -117,16 +137,22 @@ class Case:
         return Rules(**{"weight_decay": self.weight_decay, "keep_momentum": kept, "proximal": proximal, **changes})
 
 
-def hand_made_profile(model: nn.Sequential, input_shape: Sequence[int], dtype: str, **overheads: float) -> Profile:
+def hand_made_profile(
+    model: nn.Sequential, inputs: Sequence[int] | InputForm, dtype: str, **overheads: float
+) -> Profile:
     """Return a profile with the network's own bytes and made-up times: (p + samples) / 10 ms for layer p."""
-    x, layers, sizes = torch.zeros((2, *input_shape), dtype=getattr(torch, dtype)), [], (1, BATCH)
-    with torch.no_grad():
-        for place, (name, layer) in enumerate(copy.deepcopy(model).eval().named_children(), start=1):
-            x = layer(x)
-            forward = tuple((place + size) * 1e-4 for size in sizes)
-            backward = tuple(2 * seconds for seconds in forward)
-            weights = sum(tensor.nbytes for tensor in layer.state_dict().values())
-            layers.append(LayerProfile(name, forward, backward, x[0].nbytes, weights))
+    x: Any = InputForm.given(inputs).example(2, getattr(torch, dtype))
+    layers, sizes = [], (1, BATCH)
+    for place, (name, layer) in enumerate(named_layers(copy.deepcopy(model).eval()).items(), start=1):
+        x = call(layer, x)
+        forward = tuple((place + size) * 1e-4 for size in sizes)
+        backward = tuple(2 * seconds for seconds in forward)
+        weights = sum(tensor.nbytes for tensor in layer.state_dict().values())
+        trained = any(weight.requires_grad for weight in layer.parameters())
+        frozen = sum(weight.nbytes for weight in layer.parameters() if not weight.requires_grad)
+        crossing = tuple((one[0].nbytes, one[0].nbytes * one.requires_grad) for one in tensors_of(x))
+        known = {"frozen_bytes": frozen, "trained": trained, "tensor_bytes": crossing if len(crossing) > 1 else ()}
+        layers.append(LayerProfile(name, forward, backward, sum(up for up, _ in crossing), weights, **known))
     # Finding changes of models takes no time here, so they are sent on every limited link.
     changes = {"coding": {"changes": CodingTimes()}, "changes_share": 0.5}
     return Profile("by hand", dtype, sizes, tuple(layers), **changes, **overheads)
@@ -135,7 +161,7 @@ def hand_made_profile(model: nn.Sequential, input_shape: Sequence[int], dtype: s
 def make_job(workload: Workload) -> Job:
     """Return the job of a workload without measuring anything."""
     config, model = workload.config, workload.checked_model()
-    profile = hand_made_profile(model, workload.input_shape, config.model.dtype, load_s=1e-5, encode_s_per_byte=1e-9)
+    profile = hand_made_profile(model, workload.form, config.model.dtype, load_s=1e-5, encode_s_per_byte=1e-9)
     profiles = dict.fromkeys(workload.names, profile)
     job = Job(
         config=config,
@@ -148,6 +174,7 @@ def make_job(workload: Workload) -> Job:
         plans={},
         dataset=workload.data_name,
         model=workload.model_name,
+        steady_layers=workload.steady_layers(model),
     )
     return with_plans(job, rehearse)
 
@@ -166,9 +193,13 @@ class Trained:
         return [epoch.samples for epoch in self.epochs]
 
 
-def train_in_virtual_time(case: Case, model: nn.Sequential | None = None) -> Trained:
-    """Return the outcome of a case in virtual time."""
-    workload = case.workload(model)
+def train_in_virtual_time(case: Case, model: nn.Module | None = None, datasets: Any = None) -> Trained:
+    """Return the outcome of a case in virtual time; `datasets` are the devices' own."""
+    return train_workload(case.workload(model, datasets))
+
+
+def train_workload(workload: Workload) -> Trained:
+    """Return the outcome of a workload in virtual time."""
     job = make_job(workload)
     epochs: list[EpochResult] = []
     spans: list[Span] = []
@@ -181,10 +212,10 @@ def train_in_virtual_time(case: Case, model: nn.Sequential | None = None) -> Tra
     return Trained(job, learner.state(), epochs, spans)
 
 
-def batches(shard: Shard, epoch: int, *, joins_single: bool = False) -> list[Batch]:
+def batches(shard: Shard, epoch: int, size: int = BATCH, *, joins_single: bool = False) -> list[Batch]:
     """Return an epoch's batches, the last one partial; with batch statistics a single sample joins the one before."""
     order = shard.order(epoch)
-    cuts = list(range(BATCH, len(order), BATCH))
+    cuts = list(range(size, len(order), size))
     if joins_single and cuts and len(order) - cuts[-1] == 1:
         cuts.pop()
     return [shard.batch(epoch, positions) for positions in np.split(order, cuts)]
@@ -192,9 +223,10 @@ def batches(shard: Shard, epoch: int, *, joins_single: bool = False) -> list[Bat
 
 def reference_data(workload: Workload, *, joins_single: bool = False) -> Data:
     """Return the batches of every device, in name order, epoch by epoch."""
-    epochs = range(1, workload.config.run.epochs + 1)
+    run = workload.config.run
+    epochs = range(1, run.epochs + 1)
     shards = [workload.shard(name) for name in sorted(workload.names)]
-    return [[batches(shard, epoch, joins_single=joins_single) for epoch in epochs] for shard in shards]
+    return [[batches(shard, epoch, run.batch_size, joins_single=joins_single) for epoch in epochs] for shard in shards]
 
 
 def reference_state(case: Case, model: nn.Sequential | None = None, **changes: Any) -> State:
@@ -211,7 +243,7 @@ def reference_state(case: Case, model: nn.Sequential | None = None, **changes: A
 def _what_counts(case: Case) -> Case:
     """Return the case with fixed values for everything that its method's definition does not mention."""
     splits = METHODS[case.method].shares_server_model
-    fields = {**case.__dict__, "micro_batches": (1,), "schedule": "all-forward", "even": False}
+    fields = {**case.__dict__, "micro_batches": (1,), "schedule": "all-forward", "even": False, "cache": 0}
     return Case(**fields) if splits else Case(**{**fields, "method": "fl", "split_points": (1,)})
 
 

@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 from grpc._cython import cygrpc
+from support.over_grpc import train_over_grpc
+from support.roaming import same
+from support.training import Case
 from support.waiting import PATIENCE_S
 
 import pipar
 from pipar.config import Config
 from pipar.errors import LinkError, PiparError
+from pipar.events import Away, Event, Lost, Refused, RoundOver
 from pipar.transport.grpc import Listener, connect
 from pipar.transport.interface import Transport
 from pipar.transport.limits import Keepalive, Limits
@@ -34,6 +38,7 @@ def channel_arguments(source: Path) -> set[str]:
     return {text for text in constants if isinstance(text, str) and re.fullmatch(r"grpc\.[a-z0-9_.]+", text)}
 
 
+@pytest.mark.slow
 def test_grpc_has_every_channel_argument_that_is_set() -> None:
     """gRPC ignores an argument that it does not know, so that a misspelt one goes unnoticed."""
     library = Path(cygrpc.__file__).read_bytes()
@@ -90,6 +95,19 @@ def test_an_idle_device_outlasts_the_pings_after_which_grpc_by_default_disconnec
             assert not honest.done()
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+@pytest.mark.slow
+def test_devices_that_are_idle_for_many_pings_train_the_same_weights_and_none_is_lost() -> None:
+    case = Case("pipar", sizes=(20, 20), even=True)
+    first, last = case.workload().names
+    seen: list[Event] = []
+    often = Keepalive(every_s=0.5, timeout_s=PATIENCE_S)  # gRPC by default disconnects at the third ping
+    idle = asyncio.run(train_over_grpc(case, observe=seen.append, late_s={last: 4.0}, keepalive=often))
+    prompt = asyncio.run(train_over_grpc(case))
+    assert same(idle.state, prompt.state)
+    assert [type(event) for event in seen if isinstance(event, Away | Lost | Refused)] == []
+    assert [sorted(event.counted) for event in seen if isinstance(event, RoundOver)] == [[first, last]] * 2
 
 
 def test_a_server_tolerates_the_shortest_keepalive_that_a_device_can_configure() -> None:

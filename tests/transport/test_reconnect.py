@@ -28,7 +28,7 @@ from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import MemoryTransport, memory_pair
 from pipar.transport.interface import Transport
-from pipar.transport.reconnect import Reconnector, resume
+from pipar.transport.reconnect import PatientDialer, Reconnector, resume
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Kind, Message, json_body, read_json
 
@@ -475,3 +475,41 @@ def test_the_body_of_a_greeting_is_not_taken_for_orders() -> None:
 
     road = Road([says(Message(Kind.WELCOME, body=json_body({"session": 9})))])
     assert with_a_channel(road, scenario) == 0
+
+
+def test_an_attempt_to_connect_may_take_longer_after_one_that_took_too_long() -> None:
+    async def main() -> list[float]:
+        allowed = []
+
+        async def connect(timeout_s: float) -> Transport:
+            allowed.append(timeout_s)
+            await asyncio.sleep(timeout_s)
+            raise LinkError("no answer")
+
+        dialer = PatientDialer(connect, asyncio.get_running_loop().time)
+        for _ in range(5):
+            with pytest.raises(LinkError):
+                await dialer.dial()
+        return allowed
+
+    assert run_virtually(main()) == [10.0, 20.0, 40.0, 80.0, 80.0]
+
+
+def test_a_slow_path_has_four_times_as_long_as_it_took() -> None:
+    async def main() -> float:
+        async def connect(_: float) -> Transport:
+            await asyncio.sleep(8.0)
+            return memory_pair()[0]
+
+        dialer = PatientDialer(connect, asyncio.get_running_loop().time)
+        await dialer.dial()
+        return dialer.timeout_s
+
+    assert run_virtually(main()) == 32.0
+
+
+def test_no_attempt_takes_longer_than_the_time_for_giving_up() -> None:
+    async def connect(_: float) -> Transport:
+        raise LinkError("never called")
+
+    assert PatientDialer(connect, lambda: 0.0, most_s=3.0).timeout_s == 3.0

@@ -31,6 +31,7 @@ def sent_bits(rates: Rates, start: float, end: float) -> float:
     return bits
 
 
+@pytest.mark.slow
 @given(st.lists(rates, min_size=2, max_size=4), st.floats(0.5, 100), moments, frames)
 def test_bits_sent_are_the_integral_of_the_rate(
     cycle: list[float], every_s: float, since: float, posted: list[tuple[float, int]]
@@ -44,6 +45,21 @@ def test_bits_sent_are_the_integral_of_the_rate(
         assert sent_bits(pacer.rates, start, end) == pytest.approx(size_bytes * 8, rel=1e-9, abs=1e-2)
 
 
+@pytest.mark.parametrize("start", [0.0, 2.099548063714771, 5.0, 5.7])
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0, 2.9, 3.0, 40.25, 1000.1])
+@pytest.mark.parametrize("every_s", [0.5, 0.1, 0.9708782249734275])
+def test_the_bits_between_two_times_are_the_integral_of_the_rate(start: float, seconds: float, every_s: float) -> None:
+    rates = Rates((1e6, 2e6, 5e6), every_s)
+    expected = sent_bits(rates, start, start + seconds)
+    assert rates.bits(start, start + seconds) == pytest.approx(expected, rel=1e-9, abs=1e-2)
+
+
+def test_the_bits_of_three_hundred_years_are_known_at_once() -> None:
+    rates = Rates((1e6, None, 3e6), 0.05, since=7.0)
+    assert rates.bits(0.0, 9e9) == pytest.approx(4e6 / 3 * 9e9, rel=1e-6)
+
+
+@pytest.mark.slow
 @given(rates, st.integers(2, 4), st.floats(0.5, 100), frames)
 def test_a_cycle_of_equal_rates_is_the_constant_rate(
     rate: float, count: int, every_s: float, posted: list[tuple[float, int]]

@@ -19,10 +19,12 @@ from support.waiting import PATIENCE_S
 
 from pipar.errors import CredentialError, InputError, LinkError, ProtocolError
 from pipar.transport import certificates
+from pipar.transport.authenticator import Authenticator
 from pipar.transport.credentials import add_serials, add_token
 from pipar.transport.grpc import Listener, connect
 from pipar.transport.interface import Transport
-from pipar.transport.tls import Authenticator, DeviceSecurity, ServerSecurity, check_device, check_server, is_loopback
+from pipar.transport.reloading import Notices
+from pipar.transport.tls import DeviceSecurity, ServerSecurity, check_device, check_server, is_loopback
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Kind, Message, json_body
 
@@ -300,7 +302,7 @@ def test_a_damaged_file_of_tokens_is_reported_once_and_does_not_end_the_server(
     tokens, said = tmp_path / "tokens.json", list[str]()
     shown = [("authorization", f"Bearer {add_token(tokens, 'phone-1')}")]
     whole = tokens.read_bytes()
-    authenticator = Authenticator(ServerSecurity(tokens=tokens), said.append)
+    authenticator = Authenticator(ServerSecurity(tokens=tokens), Notices(barred=said.append))
     assert authenticator.name_of({}, shown) == "phone-1"
     for times in (1, 2):
         tokens.unlink() if content is None else tokens.write_bytes(content)

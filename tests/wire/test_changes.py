@@ -88,6 +88,7 @@ def models(draw: st.DrawFn) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[
     return model, base
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(models())
 def test_every_bit_is_restored_from_any_base(

@@ -51,6 +51,7 @@ def relu(count: int, zeros: float, seed: int = 0, dtype: str = "<f4") -> NDArray
     return np.where(chance.random(count) < zeros, 0, values).astype(dtype)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(CODED), st.sampled_from([4, 8]), st.binary(max_size=300), st.integers(0, 2**32), st.booleans())
 def test_any_bits_are_restored(encoding: str, item_bytes: int, data: bytes, seed: int, known: bool) -> None:
@@ -103,6 +104,7 @@ def test_float64_has_a_second_coded_byte() -> None:
     assert len(round_trip(values, "planes")) / values.nbytes < 0.87
 
 
+@pytest.mark.slow
 def test_threads_do_not_share_a_coder() -> None:
     failed: list[BaseException] = []
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.garbage import BASE, damaged, good_frames
 
+from benchmarks.hostile_frames import BASE, damaged, good_frames
 from pipar.errors import ProtocolError
 from pipar.wire import encodings
 from pipar.wire import frames as wire_format
@@ -85,6 +85,7 @@ def bombard(count: int, seed: int) -> Counter[str]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(("count", "seed"), [(QUICK, 1), pytest.param(MANY, 2, marks=pytest.mark.slow)])
 def test_damaged_frames_are_messages_or_protocol_errors(count: int, seed: int) -> None:

@@ -145,6 +145,7 @@ def test_topk_keeps_values_that_are_not_a_number() -> None:
 # ---- all of them ----
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(LOSSY),

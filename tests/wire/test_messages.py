@@ -62,6 +62,7 @@ def test_a_tensor_that_contradicts_its_header_is_refused(message: Message, sente
         tensor_bytes(message)
 
 
+@pytest.mark.slow
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
 def test_json_is_restored_equal(value: object) -> None:
     content = {"a": value}

@@ -1,9 +1,9 @@
 """Commands and the terminal.
 
 Shared by the commands: `options`, `completion_candidates`. One module per command, or per pair of commands:
-`train` (run, compare), `deploy` (server, device), `plan`, `profile`, `leakage`, `report`, `certs`, `data`, `doctor`
-with its `doctor_checks`, `completion`. Output: `display` (during a run), `tables`,
-`plan_view`, `timeline_text`.
+`train` (run, compare), `deploy` (server, device), `plan`, `cuts`, `profile`, `leakage`, `report`, `replay`, `certs`,
+`data`, `doctor` with its `doctor_checks`, `completion`. Output: `display` (during a run), `tables`,
+`plan_view`, `cut_view`, `timeline_text`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NoReturn
 
 import click
 
-from pipar.cli import certs, completion, data, deploy, doctor, leakage, plan, profile, report, train
-from pipar.cli.options import Group, Interrupted, as_setting, example, help_if_alone
+from pipar.cli import certs, completion, cuts, data, deploy, doctor, leakage, plan, profile, replay, report, train
+from pipar.cli.options import Group, Interrupted, as_setting, example, help_if_alone, of_other_commands
 from pipar.errors import InputError, PiparError
 
 
@@ -37,8 +37,8 @@ def cli(context: click.Context) -> None:
 
 
 _COMMANDS = (
-    train.run, train.compare, deploy.server, deploy.device, certs.certs, plan.plan, profile.profile, leakage.leakage,
-    report.report, data.data, doctor.doctor, completion.completion,
+    train.run, train.compare, deploy.server, deploy.device, certs.certs, plan.plan, cuts.cuts, profile.profile,
+    leakage.leakage, report.report, replay.replay, data.data, doctor.doctor, completion.completion,
 )  # fmt: skip
 for command in _COMMANDS:
     cli.add_command(command)
@@ -80,7 +80,9 @@ def _say(message: str, code: int) -> int:
 def _message(error: Exception) -> str:
     text = error.format_message() if isinstance(error, click.ClickException) else str(error)
     if isinstance(error, click.NoSuchOption):
-        text += as_setting(error)
+        owners = [str(one.name) for one in _COMMANDS if any(error.option_name in option.opts for option in one.params)]
+        setting = as_setting(error)
+        text = of_other_commands(error, owners) if owners and not setting else text + setting
     # Sentences of libraries may start in lower case; names of keys and datasets keep their case.
     first = text.partition(" ")[0]
     return text[:1].upper() + text[1:] if first in ("the", "there", "a", "an", "item") else text

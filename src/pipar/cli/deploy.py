@@ -18,6 +18,7 @@ from pipar.cli.options import (
     DASHBOARD,
     EPOCHS,
     METHOD,
+    RECORD,
     SET,
     TRACKER,
     command_line,
@@ -64,6 +65,7 @@ _INSECURE = click.option("--insecure", is_flag=True, help="Allow addresses beyon
     METHOD,
     EPOCHS,
     TRACKER,
+    RECORD,
     *DASHBOARD,
     *_LOGS,
     SET,
@@ -75,6 +77,7 @@ def server(
     certs: Path | None,
     tokens: bool,
     insecure: bool,
+    record: bool,
     dashboard: str | None,
     dashboard_token: str | None,
     log_format: str,
@@ -102,7 +105,7 @@ def server(
         observe(Starting("server", training_text(loaded), _place_text(address)))
         from pipar.launch.deployed_server import ServerOptions, serve
 
-        asked = ServerOptions(address, security, resume, command_line(), pictures=bool(observers))
+        asked = ServerOptions(address, security, resume, command_line(), pictures=bool(observers), record=record)
         return serve(loaded, asked, tell_all(observe, *observers))
 
 
@@ -162,12 +165,10 @@ def device(
 
     security = DeviceSecurity(insecure=insecure, server_name=server_name)
     if certs is not None:
-        from pipar.transport.credentials import read_token
-
         _check_folder(certs, "copy ca.pem and the files that `pipar certs issue` made for this device into one")
         own = DeviceSecurity.from_folder(certs, name)
         if token_file is not None:
-            own = replace(own, certificate=None, key=None, token=read_token(token_file))
+            own = replace(own, certificate=None, key=None, token_file=token_file)
         security = replace(own, insecure=insecure, server_name=server_name)
     elif token_file is not None:
         raise InputError("--token-file needs the folder with ca.pem: give it with --certs.")

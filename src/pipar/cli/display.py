@@ -21,7 +21,9 @@ from pipar.events import (
     EpochResult,
     Event,
     Joined,
+    NotKept,
     Preparing,
+    Refused,
     ReplanFailed,
     Replanned,
     ReportFailed,
@@ -31,7 +33,7 @@ from pipar.events import (
     TrackerFailed,
 )
 from pipar.methods import METHODS, Plan
-from pipar.monitoring.logs import starting_text
+from pipar.monitoring.logs import not_kept_text, refused_text, starting_text
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
 from pipar.wording import plans_text
 
@@ -47,7 +49,8 @@ class Display:
     Without a terminal, on one that cannot move its cursor, and in CI there are only lines: the first one says what
     starts, and one follows every ten seconds during a long preparation. On a terminal, lines are cut to its width, and
     nothing stays on it before a run begins, so that an early error is the only line. `quiet` writes only what changes
-    the result: a failed tracker, a spent privacy budget. `folders` are those of the runs so far.
+    the result or should be looked into: a failed tracker, a spent privacy budget, a program that may not join.
+    `folders` are those of the runs so far.
     """
 
     def __init__(self, console: Console, *, quiet: bool = False, emulated: str = "") -> None:
@@ -108,6 +111,10 @@ class Display:
             self._show_budget()
         elif isinstance(event, ReplanFailed | ReportFailed):
             self._print(Text(event.reason, style="dim"), whole=True)
+        elif isinstance(event, NotKept):
+            self._print(Text(one_line(not_kept_text(event)), style="dim"), whole=True)
+        elif isinstance(event, Refused):
+            self._print(Text(one_line(refused_text(event))), whole=True, always=True)
         elif isinstance(event, SaveFailed):
             self._print(Text(one_line(event.reason)), whole=True, always=True)
         elif isinstance(event, TrackerFailed):

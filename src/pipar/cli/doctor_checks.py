@@ -28,7 +28,7 @@ from pipar.profiling.memory import BASE_BYTES
 from pipar.storage.run_folder import runs_folder
 from pipar.transport import open_files
 from pipar.transport.addresses import why_not_listening
-from pipar.transport.expiry import SOON, expiring
+from pipar.transport.expiry import SOON, expiring_files
 from pipar.transport.limits import Limits as ServerLimits
 from pipar.units import format_bytes, split_address
 
@@ -63,6 +63,8 @@ EXTRAS = {
     "mlflow": Extra(TRACKER_PACKAGES["mlflow"].packages, "--tracker mlflow"),
     "wandb": Extra(TRACKER_PACKAGES["wandb"].packages, "--tracker wandb, Weights & Biases"),
     "privacy": Extra(("dp-accounting",), "epsilon of noise on updates"),
+    "timm": Extra(("timm",), "examples/timm_network.toml"),
+    "minilm": Extra(("transformers",), "examples/minilm.toml"),
     "reproduce": Extra(("dp-accounting", "matplotlib"), "figures and privacy of python -m reproduction"),
 }
 
@@ -348,7 +350,7 @@ def check_certificates(folder: Path) -> list[Finding]:
     files = sorted([*folder.glob("*.pem"), *folder.glob("devices/*.pem")])
     if not files:
         return []
-    if sentences := expiring(files):
+    if sentences := expiring_files(files):
         return [Finding("certificates", "advice", f"{len(sentences)} of {len(files)} end soon", " ".join(sentences))]
     return [Finding("certificates", "ok", f"{len(files)} in {folder}, all valid for more than {SOON.days} days")]
 

@@ -141,6 +141,7 @@ TRAINING = [
     shortcut("--name", "run.name", "NAME", "Folder of the run.  [default: MODEL-DATA-METHOD]", text=True),
     TRACKER,
 ]
+RECORD = click.option("--record", is_flag=True, help="Record the run, for `pipar replay`.  [default: off]")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 SET = click.option(
     "--set",
@@ -204,6 +205,12 @@ def as_setting(error: click.NoSuchOption) -> str:
         if word in (key, f"{section}_{key}")
     ]
     return f" It is a key of the configuration: write {' or '.join(keys)}." if keys and takes_settings else ""
+
+
+def of_other_commands(error: click.NoSuchOption, commands: Sequence[str]) -> str:
+    """Return the sentence about an option that only other commands have."""
+    here = "this command" if error.ctx is None else f"`{error.ctx.command_path}`"
+    return f"No such option '{error.option_name}' of {here}: it belongs to `pipar {'` and `pipar '.join(commands)}`."
 
 
 def command_line() -> str:

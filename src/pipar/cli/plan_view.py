@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipar.cli.cut_view import cuts_table, summary_lines
 from pipar.cli.tables import new_table, percent
 from pipar.cli.timeline_text import Chart
 from pipar.job.explanation import DeviceGroup, ExhaustiveSearch, Explanation, LeakageLimitCost, Option, Plans, Timeline
@@ -33,6 +34,7 @@ def plan_view(explained: Explanation) -> RenderableType:
         parts += [_picture_title(explained, picture), Chart(picture.spans)]
     if explained.runners_up:
         parts += [_runners_up_title(explained), _runners_up(explained), *_why_not(explained)]
+    parts += [Text("\nCuts", style="bold"), cuts_table(explained.job.cut_list()), *_cuts_lines(explained)]
     parts += [Text(), _other_line(explained)]
     if explained.exhaustive is not None:
         parts += [_exhaustive_lines(explained, explained.exhaustive)]
@@ -244,6 +246,12 @@ def _other_line(explained: Explanation) -> Text:
     return Text(
         f"{other} would have chosen {plans}: {seconds} ({_against(explained, explained.other)}) when simulated."
     )
+
+
+def _cuts_lines(explained: Explanation) -> list[Text]:
+    cuts = explained.job.cut_list()
+    more = [Text("`pipar cuts` shows why other places are not offered.", style="dim")] if cuts.not_offered else []
+    return [*summary_lines(cuts), *more]
 
 
 def _exhaustive_lines(explained: Explanation, found: ExhaustiveSearch) -> Text:

@@ -10,7 +10,7 @@ import click
 
 from pipar.cli.options import CONFIG, JSON, NETWORK, SET, example, load, options, save, watched
 from pipar.errors import InputError
-from pipar.events import Preparing
+from pipar.events import LOADING, Preparing
 from pipar.units import parse_size
 
 _BUDGET_S = 10.0
@@ -55,11 +55,12 @@ def profile(
         raise InputError(f"Cannot write {output}: there is no folder {output.parent}.")
     started = time.monotonic()
     with watched(quiet=as_json) as display:
-        display.observe(Preparing("Loading torch and the network", 0.0))
+        display.observe(Preparing(LOADING, 0.0))
         from pipar.job.profiles import measured_profile
         from pipar.job.workload import Workload
 
         workload = Workload(loaded)
+        workload.observe = display.observe
         model = workload.checked_model()
         measured = measured_profile(
             workload, model, display.observe, fresh=True, budget_s=budget, memory_bytes=memory_bytes

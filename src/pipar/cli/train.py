@@ -16,6 +16,7 @@ from pipar.cli.options import (
     DASHBOARD,
     JSON,
     METHOD,
+    RECORD,
     SET,
     TRAINING,
     command_line,
@@ -46,11 +47,12 @@ _WORLDS = [
     short_help="Train with one method.",
     epilog=example("pipar run --method pipar --epochs 3", "pipar run --virtual --devices 20 --link wifi"),
 )
-@options(CONFIG, METHOD, *TRAINING, *_WORLDS, *DASHBOARD, SET, JSON)
+@options(CONFIG, METHOD, *TRAINING, *_WORLDS, RECORD, *DASHBOARD, SET, JSON)
 def run(
     config: Path | None,
     virtual: bool,
     timing_only: bool,
+    record: bool,
     dashboard: str | None,
     dashboard_token: str | None,
     settings: Sequence[str],
@@ -65,7 +67,7 @@ def run(
     with _watched(loaded, starting, dashboard, dashboard_token, quiet=as_json) as watching:
         from pipar.launch.run import run as train
 
-        result = train(loaded, world=world, command=command_line(), report=True, **watching)
+        result = train(loaded, world=world, command=command_line(), report=True, record=record, **watching)
     if as_json:
         print_json(_as_json(result))
         return

@@ -98,9 +98,11 @@ def locate(info: DatasetInfo, path: Path | None) -> Path:
     place = find(info, folder)
     if place is None:
         wanted = folder.joinpath(*info.layout)
+        where = "set PIPAR_DATA to" if path is None else "give"
+        elsewhere = "" if path is None else f" --path {path}"
         raise DataError(
             f"{info.name} is not complete in {wanted}: it needs {', '.join(info.needs)}. "
-            f"Run `pipar data get {info.name}`, or set PIPAR_DATA to the folder that holds {info.layout[0]}."
+            f"Run `pipar data get {info.name}{elsewhere}`, or {where} the folder that holds {info.layout[0]}."
         )
     return place
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pipar.data.catalog import DatasetInfo, dataset_info, locate
 from pipar.data.formats import Labels, Pixels
 from pipar.data.request import Counts, Request, check_request, cut_counts, synthetic_counts
 from pipar.errors import DataError
+from pipar.nn.inputs import InputForm, Inputs, mapped, rebuilt, tensors_of
 from pipar.user_function import call_factory
 
 Indices = NDArray[np.int64]
@@ -31,9 +33,12 @@ _SYNTHETIC_CHUNK = 1024
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Samples and labels; uint8 samples are normalised by `mean` and `std` of pixels / 255, floats are not changed."""
+    """Samples and labels; uint8 samples are normalised by `mean` and `std` of pixels / 255, others are not changed.
 
-    images: Tensor = field(repr=False)
+    Most are images, so `images` is one tensor; a user's own samples may be a tuple or a dictionary of tensors.
+    """
+
+    images: Any = field(repr=False)  # Inputs
     labels: Tensor = field(repr=False)
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -44,27 +49,41 @@ class Images:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one sample."""
-        return tuple(self.images.shape[1:])
+        """The shape of one sample; if it is no single tensor, the number of its values."""
+        return self.form.shape
+
+    @cached_property
+    def form(self) -> InputForm:
+        """What one sample is."""
+        return InputForm.of(self.images)
+
+    def rows(self, at: Tensor | slice) -> Any:
+        """Return a copy of some samples, as they are stored: a network may overwrite its inputs."""
+        # Indexing with a tensor copies already.
+        return mapped(self.images, lambda tensor: tensor[at].clone() if isinstance(at, slice) else tensor[at])
 
     def take(self, rows: Indices) -> Images:
         """Return a copy of these rows."""
         at = torch.from_numpy(np.asarray(rows, np.int64))
-        return Images(self.images[at], self.labels[at], self.mean, self.std, self.flip)
+        return Images(self.rows(at), self.labels[at], self.mean, self.std, self.flip)
 
-    def normalised(self, samples: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return samples of this set as network inputs: (pixel / 255 - mean) / std in `dtype`."""
+    def normalised(self, samples: Any, dtype: torch.dtype) -> Any:
+        """Return samples of this set as network inputs: (pixel / 255 - mean) / std in `dtype`; integers unchanged."""
+        return mapped(samples, lambda tensor: self._normalised(tensor, dtype))
+
+    def _normalised(self, samples: Tensor, dtype: torch.dtype) -> Tensor:
         if samples.dtype != torch.uint8:
-            return samples.to(dtype)
+            return samples.to(dtype) if samples.is_floating_point() else samples
         broadcast = (-1,) + (1,) * (samples.ndim - 2)
         mean = torch.tensor(self.mean, dtype=torch.float64).view(broadcast)
         std = torch.tensor(self.std, dtype=torch.float64).view(broadcast)
         return samples.to(dtype).mul_((1 / (255 * std)).to(dtype)).sub_((mean / std).to(dtype))
 
-    def batches(self, size: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, size: int, dtype: torch.dtype) -> Iterator[tuple[Any, Tensor]]:
         """Yield all samples in order, normalised, in batches of `size`, for validation and test."""
-        for at in range(0, len(self), size):
-            yield self.normalised(self.images[at : at + size], dtype), self.labels[at : at + size]
+        for start in range(0, len(self), size):
+            at = slice(start, start + size)
+            yield self.normalised(self.rows(at), dtype), self.labels[at]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,29 +128,51 @@ def load_dataset(
 
 
 def dataset_images(dataset: Any) -> Images:
-    """Return all items of a torch Dataset: pairs of a sample (tensor, PIL image or array) and a label.
+    """Return all items of a torch Dataset: pairs of a sample and a label.
 
-    Tensors are channels first; images and arrays are height x width x channels, as in torchvision. Floats are not
-    changed; uint8 is normalised with mean and deviation 0.5, the same on every device.
+    A sample is a tensor, a PIL image, an array, or a tuple or a dictionary of tensors, as the network is called with
+    it. A tensor is channels first; images and arrays are height x width x channels, as in torchvision. Floats and
+    integers are not changed; uint8 is normalised with mean and deviation 0.5, the same on every device.
     """
     if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
         raise DataError(f"a {type(dataset).__name__} is not a dataset: give a torch Dataset of (sample, label) pairs.")
     items = dataset if not hasattr(dataset, "__len__") else (dataset[at] for at in range(len(dataset)))
-    samples: list[Tensor] = []
+    samples: list[Inputs] = []
     labels: list[int] = []
     for at, item in enumerate(items):
         sample, label = _item(item, at)
-        if samples and (sample.shape, sample.dtype) != (samples[0].shape, samples[0].dtype):
-            raise DataError(
-                f"item {at} of the dataset is {sample.dtype} {tuple(sample.shape)}, but item 0 is "
-                f"{samples[0].dtype} {tuple(samples[0].shape)}: all items must have one dtype and shape."
-            )
+        if samples:
+            _check_alike(sample, samples[0], at)
         samples.append(sample)
         labels.append(label)
     if not samples:
         raise DataError("the dataset is empty: a factory must return at least one item, or None if it has no such set.")
-    middle = (0.5,) * (samples[0].shape[0] if samples[0].ndim else 1)
-    return Images(torch.stack(samples), torch.tensor(labels, dtype=torch.int64), middle, middle)
+    stacked = _stacked(samples)
+    channels = stacked.shape[1] if isinstance(stacked, Tensor) and stacked.ndim > 1 else 1
+    middle = (0.5,) * channels
+    return Images(stacked, torch.tensor(labels, dtype=torch.int64), middle, middle)
+
+
+def _check_alike(sample: Inputs, first: Inputs, at: int) -> None:
+    """Raise DataError unless two samples have the same structure, dtypes and shapes."""
+    given, wanted = _outline(sample), _outline(first)
+    if given != wanted:
+        raise DataError(
+            f"item {at} of the dataset is {given}, but item 0 is {wanted}: all items must have one dtype and shape."
+        )
+
+
+def _outline(sample: Inputs) -> str:
+    outlines = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors_of(sample)]
+    if isinstance(sample, dict):
+        return ", ".join(f"{name} {outline}" for name, outline in zip(sorted(sample), outlines, strict=True))
+    return f"a tuple of {', '.join(outlines)}" if isinstance(sample, tuple) else outlines[0]
+
+
+def _stacked(samples: Sequence[Inputs]) -> Inputs:
+    """Return samples of one structure as a batch."""
+    columns = map(torch.stack, zip(*map(tensors_of, samples), strict=True))
+    return rebuilt(samples[0], columns)
 
 
 def factory_images(spec: str, name: str) -> Images | None:
@@ -143,7 +184,7 @@ def factory_images(spec: str, name: str) -> Images | None:
     return None if dataset is None else dataset_images(dataset)
 
 
-def _item(item: Any, at: int) -> tuple[Tensor, int]:
+def _item(item: Any, at: int) -> tuple[Inputs, int]:
     try:
         sample, mark = item
         label = operator.index(mark)
@@ -151,16 +192,46 @@ def _item(item: Any, at: int) -> tuple[Tensor, int]:
         raise DataError(f"item {at} of the dataset is not a pair of a sample and an integer label.") from error
     if label < 0:
         raise DataError(f"item {at} of the dataset has label {label}: labels start at 0.")
-    tensor = sample.detach().cpu() if isinstance(sample, Tensor) else _channels_first(np.array(sample))
-    if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
-        raise DataError(f"item {at} of the dataset is {tensor.dtype}: samples must be uint8 or floating point.")
+    return _sample(sample, at), label
+
+
+def _sample(sample: Any, at: int) -> Inputs:
+    if isinstance(sample, Mapping):
+        # In the order of the names: dictionaries of one dataset may have their keys in any order.
+        return {str(name): _member(sample[name], f"{name!r} in item {at}") for name in sorted(sample)}
+    if isinstance(sample, tuple):
+        return tuple(_member(one, f"tensor {place} in item {at}") for place, one in enumerate(sample))
+    return _plain(sample if isinstance(sample, Tensor) else _channels_first(np.array(sample)), f"item {at}")
+
+
+def _member(value: Any, which: str) -> Tensor:
+    """Return one tensor of a tuple or a dictionary; arrays, lists and numbers are taken as they are."""
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"{which} of the dataset is a {type(value).__name__}: a tuple or a dictionary must have tensors."
+        ) from error
+    if tensor.dtype == torch.uint8:
+        raise DataError(
+            f"{which} of the dataset is uint8, which is taken for pixels only in a sample of one tensor: give floats, "
+            "or integers of another dtype."
+        )
+    return _plain(tensor, which)
+
+
+def _plain(tensor: Tensor, which: str) -> Tensor:
+    """Return a tensor that numpy and the network can use: floats that numpy lacks as float32."""
+    if tensor.is_complex():
+        raise DataError(f"{which} of the dataset is {tensor.dtype}: samples must be floating point, integers or bool.")
+    tensor = tensor.detach().cpu()
     # numpy, which augments, has no bfloat16; float32 represents all of its values.
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor), label
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def _channels_first(array: NDArray[Any]) -> Tensor:
-    if array.dtype.kind not in "uif":
-        raise DataError(f"a sample of the dataset is an array of {array.dtype}: it must be uint8 or floating point.")
+    if array.dtype.kind not in "uifb":
+        raise DataError(f"a sample of the dataset is an array of {array.dtype}: it must be of numbers.")
     if array.ndim == 2:
         array = array[:, :, np.newaxis]
     return torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1) if array.ndim == 3 else array))

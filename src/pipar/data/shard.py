@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from pipar import random_streams
 from pipar.data.datasets import Images, Indices
 from pipar.errors import DataError
-from pipar.nn.parts import MicroBatch, cut_micro_batches
+from pipar.nn.inputs import mapped
+from pipar.nn.parts import MicroBatch, cut_micro_batches, reference
 from pipar.privacy.mechanisms import noisy, randomised_labels
 
 _PADDING = 4
@@ -46,12 +48,20 @@ class Shard:
     privacy: SamplePrivacy | None = None
     # The augmentation of the last epoch, which every batch of it needs.
     _drawn: dict[int, NDArray[np.int8]] = field(default_factory=dict, init=False, repr=False)
+    # The place of each position in the order of an earlier epoch.
+    _numbers: dict[int, NDArray[np.uint32]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.augment and len(self.images.shape) != 3:
+        form = self.images.form
+        if self.augment and not (form.is_floats and len(form.shape) == 3):
             raise DataError(
-                f"samples of shape {self.images.shape} cannot be cropped: set augment = false, "
+                f"samples of {form} cannot be cropped: set augment = false, "
                 "or give images of (channels, height, width)."
+            )
+        if self._has_noise and not form.is_floats:
+            raise DataError(
+                f"privacy.pixel_epsilon adds noise to pixels and other floating-point numbers in one tensor, but "
+                f"samples are {form}: unset it, or protect updates with privacy.noise_multiplier."
             )
 
     def __len__(self) -> int:
@@ -61,14 +71,15 @@ class Shard:
         """Return the order in which this epoch visits the positions 0..len-1."""
         return random_streams.generator(self.seed, "order", self.device, epoch).permutation(len(self))
 
-    def batch(self, epoch: int, positions: Indices) -> tuple[Tensor, Tensor]:
+    def batch(self, epoch: int, positions: Indices) -> tuple[Any, Tensor]:
         """Return the samples at these positions, augmented and normalised in `dtype`, and their labels.
 
         The augmentation of a sample depends on the epoch and its position, not on its batch.
         """
         rows = torch.from_numpy(np.asarray(self.indices[positions], np.int64))
-        samples = self.images.images.index_select(0, rows)
+        samples = mapped(self.images.images, lambda tensor: tensor.index_select(0, rows))
         if self.augment:
+            assert isinstance(samples, Tensor)
             samples = _augmented(samples, self._draws(epoch)[positions], flip=self.images.flip)
         return self.images.normalised(samples, self.dtype), self.images.labels.index_select(0, rows)
 
@@ -80,11 +91,30 @@ class Shard:
         )
         return cut_micro_batches(inputs, labels, sizes, sent)
 
+    def references(self, kept: int, positions: Indices, sizes: list[int]) -> list[Any]:
+        """Return the batch at these positions as micro-batches that refer to the order of an earlier epoch."""
+        if kept not in self._numbers:
+            self._numbers.clear()
+            self._numbers[kept] = np.argsort(self.order(kept)).astype("<u4")
+        numbers, ends = self._numbers[kept][positions], np.cumsum(sizes)
+        return [
+            reference(numbers[end - size : end].tobytes(), len(positions))
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+
+    @property
+    def varies(self) -> bool:
+        """Whether a sample differs between epochs."""
+        return self.augment or self._has_noise
+
     @property
     def noised_bytes(self) -> int:
         """The bytes of one sample's input if noise is added to it, else 0."""
-        has_noise = self.privacy is not None and self.privacy.pixel_scale > 0.0
-        return math.prod(self.images.shape) * self.dtype.itemsize if has_noise else 0
+        return math.prod(self.images.shape) * self.dtype.itemsize if self._has_noise else 0
+
+    @property
+    def _has_noise(self) -> bool:
+        return self.privacy is not None and self.privacy.pixel_scale > 0.0
 
     def with_noise(self, epoch: int, positions: Indices, pieces: list[MicroBatch]) -> list[MicroBatch]:
         """Return a batch with PixelDP's noise, drawn from one stream: it does not depend on how the batch is cut."""
@@ -92,7 +122,10 @@ class Shard:
             return pieces
         scale = self.privacy.pixel_scale
         rng = random_streams.generator(self.privacy.noise_seed, "pixel", self.device, epoch, int(positions[0]))
-        return [replace(piece, inputs=torch.from_numpy(noisy(piece.inputs.numpy(), scale, rng))) for piece in pieces]
+        noised = (
+            mapped(piece.inputs, lambda inputs: torch.from_numpy(noisy(inputs.numpy(), scale, rng))) for piece in pieces
+        )
+        return [replace(piece, inputs=inputs) for piece, inputs in zip(pieces, noised, strict=True)]
 
     @cached_property
     def _sent_labels(self) -> Tensor | None:

@@ -12,7 +12,7 @@ from pipar.execution.spans import COMPUTE, IO, NOISE, Recorder
 from pipar.execution.work import Place
 from pipar.privacy.budget import PrivacyGuard
 from pipar.profiling.profile import Profile
-from pipar.wire.messages import Body, Message
+from pipar.wire.messages import Body, Message, Reference
 from pipar.wire.orders import Orders
 
 if TYPE_CHECKING:  # it imports numpy
@@ -27,8 +27,12 @@ class DevicePart(Protocol):
 
     last_loss: float | None
 
+    @property
+    def frozen_bytes(self) -> int: ...  # of the parameters that only the first model has
+
     def forward(self, micro_batch: int, piece: Any) -> Any: ...
     def backward(self, micro_batch: int, gradient: Any) -> None: ...
+    def release(self, micro_batch: int) -> None: ...  # what its backward would need: there is none
     def step(self) -> None: ...
     def discard(self) -> None: ...
     def take_loss(self) -> float | None: ...
@@ -50,6 +54,9 @@ class Samples(Protocol):
     def order(self, epoch: int) -> Any: ...
     def micro_batches(self, epoch: int, positions: Any, sizes: list[int]) -> list[Any]: ...
     def with_noise(self, epoch: int, positions: Any, pieces: list[Any]) -> list[Any]: ...  # pieces of any sizes
+    def references(self, kept: int, positions: Any, sizes: list[int]) -> list[Reference]: ...  # to an earlier epoch
+    @property
+    def varies(self) -> bool: ...  # a sample differs between epochs
     @property
     def noised_bytes(self) -> int: ...  # of one sample, if noise is added to inputs; otherwise 0
 

@@ -36,7 +36,7 @@ class DeviceSideModel:
         self._compute = compute
         self._channel = channel
         self._guard = guard
-        self._size_bytes: int | None = None  # as last received; None before the first model
+        self._size_bytes: int | None = None  # of what is exchanged after a round; None before the first model
         self._expects_momentum = False
 
     @property
@@ -48,11 +48,17 @@ class DeviceSideModel:
         """Install the model that the server has sent, whole or as changes of the one before."""
         body, keep = message.body, self.orders.keep_momentum
         form = "changes" if body.encoding == "changes" else "raw"
+        size_bytes = body.size_bytes
         if form == "raw":
-            self._size_bytes = body.size_bytes
-        if self._size_bytes is None:
+            # The first model has the frozen parameters; most others do not, which their size shows.
+            frozen = self.part.frozen_bytes
+            is_whole = self._size_bytes is None or size_bytes >= self._size_bytes + frozen
+            self._size_bytes = size_bytes - (frozen if is_whole else 0)
+        elif self._size_bytes is None:
             raise ProtocolError(f"The server sent {message} as changes of a model that it has not sent.")
-        install = Work("install", message.epoch, size_bytes=self._size_bytes, encoding=form)
+        else:
+            size_bytes = self._size_bytes
+        install = Work("install", message.epoch, size_bytes=size_bytes, encoding=form)
         await self._compute.run((install, partial(self.part.unpack_and_install, body, keep_momentum=keep)))
 
     async def adopt(self, message: Message) -> None:

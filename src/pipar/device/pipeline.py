@@ -18,7 +18,7 @@ from pipar.execution.schedule import cut_batch, cut_epoch
 from pipar.execution.spans import COMPUTE, Recorder
 from pipar.execution.work import Work
 from pipar.transport.channel import Channel
-from pipar.wire.messages import Kind, Message, chunk_count
+from pipar.wire.messages import Kind, Message, Reference, chunk_count
 
 T = TypeVar("T")
 _Place = tuple[int, int, int]  # epoch, iteration, micro-batch
@@ -57,6 +57,16 @@ class BatchLoader:
             pieces = await self._lanes.noise.run((noise, partial(samples.with_noise, epoch, positions, pieces)))
         return pieces
 
+    async def references(self, place: tuple[int, int], kept: int, positions: Any) -> list[Reference]:
+        """Return the micro-batches of a batch as references to the activations of an earlier epoch."""
+        orders = self._model.orders
+        sizes = cut_batch(len(positions), orders.plan.micro_batches, batch_statistics=orders.batch_statistics)
+        load = Work("load", *place)  # no sample is read
+        found: list[Reference] = await self._lanes.io.run(
+            (load, partial(self._samples.references, kept, positions, sizes))
+        )
+        return found
+
 
 class MicroBatchExchange:
     """Sends the activations of micro-batches in the order of their forwards, and awaits their gradients."""
@@ -79,6 +89,12 @@ class MicroBatchExchange:
         """Send the activation and the labels of a micro-batch."""
         self._gradients[place] = asyncio.get_running_loop().create_future()
         self._uploads.put_nowait((place, activation, piece))
+
+    def refer(self, place: _Place, reference: Reference) -> None:
+        """Send the numbers of activations that the server has kept in place of a micro-batch."""
+        self._gradients[place] = asyncio.get_running_loop().create_future()
+        samples, batch_samples = reference.samples, reference.batch_samples
+        self._channel.post(Message(Kind.ACTIVATION, *place, samples, batch_samples, body=reference.body))
 
     def gradient(self, place: _Place) -> asyncio.Future[Any]:
         """Return the gradient of a micro-batch, maybe still to come; it is kept until `release`."""
@@ -119,14 +135,27 @@ class MicroBatchExchange:
         body, encoding = message.body, self._model.orders.plan.down
         if message.epoch <= self.abandoned:
             return
+        if not self._model.orders.trains_part:
+            _check_empty(message)
+            self._take(place, message, None)
+            return
         decode = Work("decode", *place, size_bytes=body.size_bytes, encoding=encoding, chunks=chunk_count(body))
         gradient = await self._io.run((decode, partial(self._model.part.decode, message, encoding)))
         if message.epoch <= self.abandoned:
             return
+        self._take(place, message, gradient)
+
+    def _take(self, place: _Place, message: Message, gradient: Any) -> None:
         waiting = self._gradients.get(place)
         if waiting is None or waiting.done():
             raise ProtocolError(f"The server sent {message}, but no micro-batch waits for it.")
         waiting.set_result(gradient)
+
+
+def _check_empty(message: Message) -> None:
+    """Raise if an answer to a device without anything to train has a gradient: it only grants the next micro-batch."""
+    if message.body.size_bytes:
+        raise ProtocolError(f"The server sent {message} with a gradient, but this device has nothing to train.")
 
 
 class WaitRecorder:

@@ -36,7 +36,9 @@ from pipar.execution.work import Work
 from pipar.json_records import is_number
 from pipar.privacy.budget import BudgetUse
 from pipar.transport.channel import Channel
+from pipar.transport.heartbeat import Heartbeat
 from pipar.transport.rate_estimate import read_traffic
+from pipar.wire.frames import package_version
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 from pipar.wire.orders import Orders
 
@@ -66,7 +68,10 @@ class Device:
         self._loop = asyncio.get_running_loop()
         self._wait = WaitRecorder(recorder)
         self._intake, self._commands = Intake(channel, equipment.terms), Commands()
+        self._heartbeat = Heartbeat(channel)
         self._training: asyncio.Task[None] | None = None  # the current epoch
+        self._recalled: int | None = None  # the epoch whose activations the server has kept
+        self._sent: int | None = None  # the last epoch whose activations it has sent, all with its current part
 
     # --- joining
 
@@ -104,6 +109,8 @@ class Device:
 
     def _introduction(self) -> dict[str, Any]:
         about: dict[str, Any] = {"name": self.name, "samples": len(self._samples)}
+        if self._channel.is_real:  # the other machine may have another version
+            about["pipar"] = package_version()
         used, profile = self._guard.used, self._equipment.profile
         if used.releases:  # they may have gone to another server
             about |= {"releases": used.releases, "spent": used.mu_squared}
@@ -141,6 +148,7 @@ class Device:
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
+            await self._heartbeat.end()
 
     async def _run_with(self, helpers: list[asyncio.Task[None]], main: Coroutine[Any, Any, None]) -> None:
         """Run to the end of `main`, or raise what ended a helper first."""
@@ -171,6 +179,8 @@ class Device:
                 raise _fault(message, "ended the session")
             if message.kind is Kind.ABANDON:
                 self._abandon(message.epoch)
+            if message.kind is Kind.ROUND and message.body.size_bytes:  # before earlier commands are followed
+                self._heartbeat.follow(read_json(message))
             self._intake.note(message)
             self._commands.put_nowait(message)
             await self._commands.have_room(self._intake.room_bytes)
@@ -182,6 +192,7 @@ class Device:
                 case Kind.MODEL:  # lines 17 and 18
                     await self._model.install(command)
                 case Kind.PLAN:
+                    self._sent = None
                     await self._model.adopt(command)
                 case Kind.STATE:
                     await self._model.receive_momentum(command)
@@ -189,6 +200,7 @@ class Device:
                     raise ProtocolError(f"The server sent {command} before any model to train.")
                 case Kind.ROUND:
                     self._note_uplink(command)
+                    self._recalled = self._kept_epoch(command)
                     self._guard.check(self._model.orders.noise_multiplier)
                     await self._take_part(command.epoch)
                 case Kind.ABANDON:
@@ -205,6 +217,12 @@ class Device:
         uplink = read_traffic(read_json(message)) if message.body.size_bytes else None
         if uplink is not None:
             self._channel.meter.take(message.epoch - 1, uplink)
+
+    def _kept_epoch(self, message: Message) -> int | None:
+        """Return the epoch whose activations the server has kept, if they are still what this device would send."""
+        kept = read_json(message).get("kept") if message.body.size_bytes else None
+        orders, varies = self._model.orders, self._samples.varies
+        return self._sent if kept == self._sent and orders.keeps_activations and not varies else None
 
     def _report_trace(self, epoch: int) -> None:
         trace = pack_trace(replace(self._recorder.take(epoch), clock=self._clock))
@@ -246,6 +264,9 @@ class Device:
 
     async def _train_epoch(self, epoch: int) -> None:
         batches = self._batches.cut(epoch)
+        if self._recalled is not None:
+            await self._refer_to_kept(epoch, self._recalled, batches)
+            return
         self._loading = self._batches.load(epoch, 1, batches[0])
         try:
             for iteration, _ in enumerate(batches, start=1):
@@ -255,6 +276,17 @@ class Device:
         finally:
             self._loading.cancel()  # of an abandoned epoch: its lanes may be closed before it ends
         assert self._exchange.is_idle
+        self._sent = epoch
+
+    async def _refer_to_kept(self, epoch: int, kept: int, batches: Sequence[Any]) -> None:
+        """Train an epoch without computing: its activations are those of an earlier one, which the server has kept."""
+        for iteration, positions in enumerate(batches, start=1):
+            references = await self._batches.references((epoch, iteration), kept, positions)
+            for n, reference in enumerate(references, start=1):
+                self._exchange.refer((epoch, iteration, n), reference)
+            for n in range(1, len(references) + 1):
+                await self._gradient(epoch, iteration, n)
+            self._report_progress(epoch, iteration)
 
     async def _train_iteration(
         self, epoch: int, iteration: int, pieces: Sequence[Any], *, following: Sequence[Any]
@@ -265,17 +297,22 @@ class Device:
             n, piece = stage.micro_batch, pieces[stage.micro_batch - 1]
             work = Work(stage.kind, epoch, iteration, n, 1, split_point, piece.samples)
             if stage.kind == "fc":
+                work = replace(work, chunks=piece.samples if orders.is_steady else 1)
                 activation = await compute.run((work, partial(part.forward, n, piece)))
                 if splits:
                     self._exchange.send((epoch, iteration, n), activation, piece)
+                if not orders.trains_part:
+                    part.release(n)
                 # The next batch is loaded during this one's backwards: earlier, it would delay the first uploads.
                 if n == len(pieces) and following:
                     self._loading = self._batches.load(epoch, iteration + 1, following[0])
             else:
                 gradient = await self._gradient(epoch, iteration, n) if splits else None
-                await compute.run((work, partial(part.backward, n, gradient)))
-        step = Work("step", epoch, iteration, 0, 1, split_point)
-        await compute.run((step, part.step))
+                if orders.trains_part:
+                    await compute.run((work, partial(part.backward, n, gradient)))
+        if orders.trains_part:
+            step = Work("step", epoch, iteration, 0, 1, split_point)
+            await compute.run((step, part.step))
 
     async def _gradient(self, epoch: int, iteration: int, n: int) -> Any:
         place = (epoch, iteration, n)

@@ -26,4 +26,4 @@ class Work:
     size_bytes: int = 0  # before encoding, or after decoding
     device: str = ""
     encoding: str = "raw"  # of encode and decode
-    chunks: int = 1  # decoded one after another
+    chunks: int = 1  # decoded, or computed, one after another

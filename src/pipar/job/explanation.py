@@ -199,6 +199,7 @@ class Explanation:
             "dataset": self.job.dataset,
             "plans": [{**entry, "predicted_s": self.predicted_s[entry["device"]]} for entry in _tree(self.chosen)],
             "groups": [row.to_dict() for row in self.rows()],
+            "cuts": self.job.cut_list().to_dict(),
             "server": {
                 "machine": self.job.config.server.profile,
                 "speed": self.job.config.server.speed,

@@ -12,6 +12,7 @@ from pipar.execution.schedule import count_batches, count_pieces, cut_batch
 from pipar.execution.spans import SERVER
 from pipar.links import Link
 from pipar.methods import METHODS, Method, Plan
+from pipar.nn.cut_list import Cut, CutList
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.privacy.budget import PrivacyGuard, PrivacyLimits, UpdateNoise, choose_noise
@@ -68,6 +69,8 @@ class Job:
     leakage_guess: float | None = None  # similarity of a reconstruction without any activation, if measured
     sample_bytes: int = 0  # of one sample's input
     most_samples: int | None = None  # that a device may report; None: any number
+    steady_layers: int = 0  # first layers whose activations are the same in every epoch
+    cuts: CutList | None = None  # of a network that is no nn.Sequential, or has cut points
 
     @property
     def method(self) -> Method:
@@ -76,6 +79,13 @@ class Job:
     @property
     def layers(self) -> int:
         return len(self.server_profile.layers)
+
+    def cut_list(self) -> CutList:
+        """Return where the network can be cut; of an nn.Sequential, with the bytes that cross there."""
+        if self.cuts is not None:
+            return self.cuts
+        layers = enumerate(self.server_profile.layers[:-1], start=1)
+        return CutList("children", self.layers, tuple(Cut(p, one.name, one.output_bytes) for p, one in layers))
 
     @property
     def cores(self) -> int:
@@ -155,6 +165,8 @@ class Job:
                 clip=config.privacy.clip,
                 noise_multiplier=0.0 if terms is None else terms.multiplier,
                 budget=0.0 if terms is None or math.isinf(terms.budget) else terms.budget,
+                frozen_layers=self.server_profile.frozen_layers,
+                steady_layers=self.steady_layers,
             )
             for number, member in enumerate(fleet.members, start=1)
         }
@@ -188,6 +200,9 @@ class Job:
             leaky_cuts=frozenset(self.leaky_cuts),
             protects=config.privacy.clips,
             noised_bytes=self.noised_bytes,
+            steady_layers=self.steady_layers,
+            cache_bytes=config.server.activation_cache,
+            recalled=1.0 - 1.0 / config.run.epochs if self.steady_layers else 0.0,  # the mean over all epochs
         )
 
     @property

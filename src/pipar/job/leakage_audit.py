@@ -19,6 +19,7 @@ from pipar.job.workload import Workload
 from pipar.leakage.attacks import Attack
 from pipar.leakage.measures import MIN_COMPARED, CutMeasurements, Progress, Samples, measure_cuts
 from pipar.leakage.table import LeakageTable, Subject
+from pipar.nn.split import named_layers
 
 #: Samples of a device for the distance correlation: more take longer and change little.
 _COMPARED = 256
@@ -49,9 +50,10 @@ def audit_leakage(
     The network has its initial weights, or those from a file. P = Q is not measured: no activations leave a device.
     """
     config, model = workload.config, workload.checked_model()
-    layers = tuple(model._modules)
+    layers = tuple(named_layers(model))
     cuts = checked_cuts(split_points, len(layers), workload.model_name)
-    described = "first ones of the seed" if weights is None else load_weights(model, weights)
+    first = "first ones of the seed" if config.model.weights is None else f"from {config.model.weights}"
+    described = first if weights is None else load_weights(model, weights)
     samples = samples_of(workload, images)
     noise = config.privacy.pixel_scale
     measured = measure_cuts(model, samples, cuts, attacks, seed=config.run.seed, noise=noise, progress=progress)
@@ -119,6 +121,11 @@ def load_weights(model: nn.Sequential, file: Path) -> str:
 def samples_of(workload: Workload, images: int) -> Samples:
     """Return samples of the first device to attack, and held-out samples as the attacker's own."""
     shard = workload.shard(workload.names[0])
+    if not workload.form.is_floats:
+        raise DataError(
+            f"The attacks restore samples of floating-point numbers in one tensor, but samples are {workload.form}: "
+            "what a cut reveals of them cannot be measured."
+        )
     if len(shard) < MIN_COMPARED:
         raise DataError(
             f"{workload.names[0]} has {len(shard)} samples, but at least {MIN_COMPARED} are needed to compare "

@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from pipar import random_streams
+from pipar.errors import OrdersError
 from pipar.job.job import Job
 from pipar.job.workload import Workload
+from pipar.nn.frozen import frozen_layers
 from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.named_aggregators import make_aggregator
 from pipar.nn.parts import TorchDevicePart
 from pipar.nn.runtime import one_thread
-from pipar.nn.split import split_model
+from pipar.nn.split import layer_bytes, split_model
 from pipar.wire.orders import Orders
 
 
@@ -31,16 +33,20 @@ def make_learner(job: Job, workload: Workload, *, trusts_devices: bool = True) -
         proximal=job.config.server.proximal,
         seed=job.config.run.seed,
         trusts_devices=trusts_devices,
+        cache_bytes=job.config.server.activation_cache,
+        frozen_layers=job.server_profile.frozen_layers,
     )
     aggregator = make_aggregator(job.config.server.aggregator, job.config.server.aggregation)
-    return TorchLearner(workload.build_model(), job.split_points, settings, aggregator)
+    return TorchLearner(workload.initial_model(), job.split_points, settings, aggregator)
 
 
 def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDevicePart]:
     """Return a function that builds a device's part from its orders; the weights come from the server."""
 
     def build(orders: Orders) -> TorchDevicePart:
-        part, rest = split_model(workload.build_model(), orders.plan.split_point)
+        model = workload.build_model()
+        _check_frozen(model, orders)
+        part, rest = split_model(model, orders.plan.split_point)
         return TorchDevicePart(
             part,
             workload.optimizer(),
@@ -48,15 +54,25 @@ def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDev
             proximal=orders.proximal,
             rounding=partial(random_streams.generator, workload.config.run.seed, "rounding", device, "up"),
             keeps_base=orders.keeps_base,
+            each_alone=orders.is_steady,
         )
 
     return build
 
 
+def _check_frozen(model: nn.Sequential, orders: Orders) -> None:
+    """Raise OrdersError if the server would leave layers untrained that this device's network trains."""
+    own = frozen_layers(model)
+    if orders.frozen_layers > own:
+        raise OrdersError(
+            f"The server trains nothing in the first {orders.frozen_layers} layers, but this device's network trains "
+            f"layer {own + 1}: start both with the same [model]."
+        )
+
+
 def part_sizes(model: nn.Sequential) -> tuple[int, ...]:
     """Return the bytes of a network's first layer, of its first two layers, and so on: weights and buffers."""
-    layers = (layer.state_dict().values() for layer in model._modules.values() if layer is not None)
-    return tuple(accumulate(sum(tensor.nbytes for tensor in state) for state in layers))
+    return tuple(accumulate(layer_bytes(model)))
 
 
 def seed_dropout(seed: int, owner: str) -> None:

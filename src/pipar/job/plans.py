@@ -46,7 +46,7 @@ def plans_by_estimate(job: Job, fleet: Fleet) -> dict[str, Plan]:
         return chosen
     # One server-side model has one cut: the given one, or the earliest of those chosen.
     asked = {spec.split_point for spec in job.specs if spec.split_point != "auto"}
-    _check_common(asked)
+    check_common(asked)
     common = min(asked or {plan.split_point for plan in chosen.values()})
     return reencoded(fleet, {name: replace(plan, split_point=common) for name, plan in chosen.items()})
 
@@ -61,11 +61,12 @@ def _given_plans(fleet: Fleet) -> dict[str, Plan] | None:
         only += options
     by_kind = tuple(only)
     if fleet.method.shares_server_model:
-        _check_common({plan.split_point for plan in by_kind})
+        check_common({plan.split_point for plan in by_kind})
     return plans_by_device(fleet, by_kind)
 
 
-def _check_common(given: set[int]) -> None:
+def check_common(given: set[int]) -> None:
+    """Raise PlanError if devices that share a server-side model are given different split points."""
     if len(given) > 1:
         raise PlanError(
             f"Split points {', '.join(map(str, sorted(given)))} are given, but this method shares one server-side "

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipar.config import Config, DeviceSpec, device_specs
+from pipar.config import Config, DeviceSpec, device_specs, refuse_cut_points
 from pipar.data.catalog import SYNTHETIC_SAMPLES, DatasetInfo, dataset_info
 from pipar.data.request import Request, check_request, published_counts
 from pipar.errors import ConfigError, DataError
-from pipar.events import Observer, ignore
+from pipar.events import LOADING, Observer, Preparing, ignore
 from pipar.execution.schedule import count_batches
 from pipar.job.job import Job
 from pipar.job.plans import Rehearse, with_plans
@@ -59,9 +59,10 @@ def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
     from pipar.nn.models import uses_batch_statistics, uses_dropout
     from pipar.nn.named_aggregators import make_aggregator
 
+    workload.observe = observe
     workload.check_samples()
     model = workload.checked_model()
-    check_given_plans(workload.config, len(model), workload.model_name)
+    check_given_plans(workload.config, device_specs(workload.config), len(model), workload.model_name)
     sizes, batch_statistics = workload.sizes(), uses_batch_statistics(model)
     _check_sizes(workload.config, sizes, batch_statistics=batch_statistics)
     _check_patience(workload)
@@ -76,13 +77,21 @@ def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
     )
     subject = Subject.of(workload.config, workload.model_name, workload.data_name, workload.input_shape)
     job = _job(workload.config, profiles, sizes, subject)
-    return replace(job, batch_statistics=batch_statistics, dropout=uses_dropout(model))
+    cuts = getattr(model, "cuts", None)
+    return replace(
+        job,
+        batch_statistics=batch_statistics,
+        dropout=uses_dropout(model),
+        cuts=cuts,
+        steady_layers=workload.steady_layers(model),
+    )
 
 
 def unplanned_timing_only_job(config: Config, observe: Observer = ignore) -> Job | None:
     """Return the job of a timing-only run before its plans are chosen; None for factories."""
     if config.data.factory or config.model.factory:
         return None
+    refuse_cut_points(config)
     info = dataset_info(config.data.name)
     sizes = _counted(config, info)
     _check_sizes(config, sizes, batch_statistics=config.model.norm == "batch")
@@ -92,7 +101,7 @@ def unplanned_timing_only_job(config: Config, observe: Observer = ignore) -> Job
         config.model.name,
         batch_statistics=config.model.norm == "batch",
         count=lambda: (
-            known_counts(config.model.name, config.model.norm, shape, classes)
+            (None if config.model.freeze else known_counts(config.model.name, config.model.norm, shape, classes))
             or counts_of_shape(config, shape, classes)
         ),
         measure=lambda: (
@@ -141,9 +150,9 @@ def _check_patience(workload: Workload) -> None:
         )
 
 
-def check_given_plans(config: Config, layers: int, model: str) -> None:
-    """Raise PlanError if a given P or N fits no method, before the network is measured."""
-    for p, n in {(spec.split_point, spec.micro_batches) for spec in device_specs(config)}:
+def check_given_plans(config: Config, specs: Iterable[DeviceSpec], layers: int, model: str) -> None:
+    """Raise PlanError if a P or N that is given for devices fits no method, before the network is measured."""
+    for p, n in {(spec.split_point, spec.micro_batches) for spec in specs}:
         check_given(METHODS["pipar"], p, n, layers=layers, batch_size=config.run.batch_size, model=model)
 
 
@@ -153,7 +162,7 @@ def _job(config: Config, profiles: NetworkProfiles, sizes: Mapping[str, int], su
     limit = LeakageLimit.of(config, subject)
     profiles.check_given([config.server.profile, *(spec.profile for spec in specs)])
     server = profiles.of_server(config.server.profile)
-    check_given_plans(config, len(server.layers), profiles.model)
+    check_given_plans(config, specs, len(server.layers), profiles.model)
     devices = {spec.name: profiles.of(spec.profile) for spec in specs}
     config = _with_cores(config)
     return Job(
@@ -219,6 +228,7 @@ def job_to_plan(config: Config, observe: Observer = ignore) -> Job:
     """
     job = unplanned_timing_only_job(config, observe)
     if job is None:
+        observe(Preparing(LOADING, 0.0))
         from pipar.job.workload import Workload  # it imports torch
 
         job = unplanned_job(Workload(config), observe)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,11 +14,19 @@ from pipar.config import Config
 from pipar.config_file import config_from
 from pipar.errors import ConfigError
 from pipar.events import Observer, Preparing, ignore
+from pipar.nn.cut_list import CutList
 from pipar.profiling.cache import find_profile, keep_profile
 from pipar.profiling.machines import MACHINES, machine_profile
 from pipar.profiling.memory import largest_prefix
-from pipar.profiling.operation_counts import Counts, known_changes_share, known_counts, network_sizes, rectified_at
-from pipar.profiling.profile import Profile, check_network
+from pipar.profiling.operation_counts import (
+    Counts,
+    LayerCount,
+    known_changes_share,
+    known_counts,
+    network_sizes,
+    rectified_at,
+)
+from pipar.profiling.profile import LayerProfile, Profile, check_network
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,12 +103,20 @@ class NetworkProfiles:
 
 
 def _of_counted(profile: Profile, counts: Counts) -> Profile:
-    """Return the profile with the cuts that follow a ReLU taken from the network itself.
+    """Return the profile with the cuts that follow a ReLU, and what is frozen, taken from the network itself.
 
-    A profile may be of a network with equal sizes but other activations, whose gradients sparse encodings would change.
+    A profile may be of a network with equal sizes but other activations, whose gradients sparse encodings would change,
+    or with other layers frozen.
     """
-    layers = [replace(one, rectified=count.rectified) for one, count in zip(profile.layers, counts, strict=False)]
+    layers = [_as_counted(one, count, profile.dtype) for one, count in zip(profile.layers, counts, strict=False)]
     return replace(profile, layers=tuple(layers))
+
+
+def _as_counted(layer: LayerProfile, count: LayerCount, dtype: str) -> LayerProfile:
+    known = replace(layer, rectified=count.rectified, frozen_bytes=count.frozen_bytes(dtype), trained=count.trained)
+    if count.backward.calls or count.trained:
+        return known
+    return replace(known, backward_s=(0.0,) * len(layer.backward_s), least_s=())  # no gradient goes through it
 
 
 def _load_profile(file: str) -> Profile:
@@ -118,7 +132,9 @@ def _load_profile(file: str) -> Profile:
 
 def profile_key(config: Config, input_shape: tuple[int, ...], classes: int) -> dict[str, object]:
     """Return everything that the times of a named network depend on."""
+    frozen = {"freeze": config.model.freeze} if config.model.freeze else {}
     return {
+        **frozen,
         "model": config.model.name,
         "norm": config.model.norm,
         "dtype": config.model.dtype,
@@ -131,25 +147,20 @@ def profile_key(config: Config, input_shape: tuple[int, ...], classes: int) -> d
 
 def _own_profile_key(workload: Workload, model: nn.Sequential) -> dict[str, object]:
     """Return everything that the times of a user's own network depend on: its layers and code, but not its weights."""
-    state = {name: [str(value.dtype), list(value.shape)] for name, value in model.state_dict().items()}
-    # An object without its own repr is printed with its address, which differs between processes.
-    printed = re.sub(r"0x[0-9a-f]+", "", repr(model))
-    architecture = json.dumps([printed, state, sorted(set(_sources(model)))])
+    # Import torch, which a run with a cached profile does without.
+    from pipar.job.network_code import network_text
+    from pipar.nn.split import named_layers, whole_module
+
+    cuts = getattr(model, "cuts", None)
+    crossing = cuts.to_dict()["cuts"] if isinstance(cuts, CutList) else None
+    # One module has other layers with other cut points.
+    architecture = json.dumps([network_text(whole_module(model)), list(named_layers(model)), crossing])
     return {
         **profile_key(workload.config, workload.input_shape, workload.classes),
         "model": workload.model_name,
+        "inputs": str(workload.form),
         "architecture": hashlib.sha256(architecture.encode()).hexdigest(),
     }
-
-
-def _sources(model: nn.Sequential) -> Iterator[str]:
-    """Yield the code of the user's own layers: two that print the same may compute different things."""
-    for kind in {type(module) for module in model.modules()}:
-        if not kind.__module__.startswith("torch."):
-            try:
-                yield inspect.getsource(kind.forward)
-            except (OSError, TypeError):  # typed at a prompt: its source is not available
-                yield kind.__qualname__
 
 
 def measured_profile(
@@ -183,7 +194,7 @@ def measured_profile(
     profile = measure_profile(
         model,
         model_name=workload.model_name,
-        input_shape=workload.input_shape,
+        inputs=workload.form,
         classes=workload.classes,
         batch_size=config.run.batch_size,
         dtype=workload.dtype,
@@ -226,14 +237,17 @@ def _cut_key(key: dict[str, object], memory_bytes: int) -> dict[str, object]:
 
 def count_network(workload: Workload, model: nn.Sequential) -> Counts:
     """Return the counts of a workload's network, named or the user's own."""
-    known, shape = _known_counts(workload), workload.input_shape
-    if known is not None:
+    known, form = _known_counts(workload), workload.form
+    if known is not None and not workload.config.model.freeze:
         return known
     # Import torch, which a run with stored counts does without.
     from pipar.nn.rectified import rectified_cuts
     from pipar.profiling.operation_counter import count_layers
 
-    return rectified_at(count_layers(model, shape, run=True), rectified_cuts(model, shape))
+    if known is None:
+        return rectified_at(count_layers(model, form, run=True), rectified_cuts(model, form))
+    counted = zip(count_layers(model, form, run=True), known, strict=True)
+    return tuple(replace(layer, rectified=of.rectified, shares=of.shares) for layer, of in counted)
 
 
 def _known_counts(workload: Workload) -> Counts | None:

@@ -7,7 +7,8 @@ import torch
 from pipar.execution.schedule import cut_batch, device_order
 from pipar.job.job import Job
 from pipar.job.workload import Workload
-from pipar.nn.parts import MicroBatch, TorchDevicePart
+from pipar.nn.inputs import with_gradient
+from pipar.nn.parts import Crossing, MicroBatch, TorchDevicePart
 from pipar.nn.runtime import release_model_memory
 from pipar.nn.split import split_model
 
@@ -48,10 +49,16 @@ def _train_batch(job: Job, workload: Workload, name: str) -> None:
         n = stage.micro_batch
         if stage.kind == "fc":
             output = part.forward(n, _zeros(workload, sizes[n - 1]))
-            gradients[n] = torch.zeros_like(output) if len(rest) else None
+            gradients[n] = _zero_gradient(output) if len(rest) else None
         else:
             part.backward(n, gradients.pop(n))
     part.step()
+
+
+def _zero_gradient(output: Crossing) -> torch.Tensor | list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return torch.zeros_like(output)
+    return [torch.zeros_like(one) for one in with_gradient(output)]
 
 
 def _model_bytes(job: Job) -> int:
@@ -59,5 +66,5 @@ def _model_bytes(job: Job) -> int:
 
 
 def _zeros(workload: Workload, samples: int) -> MicroBatch:
-    inputs = torch.zeros((samples, *workload.input_shape), dtype=workload.dtype)
+    inputs = workload.form.example(samples, workload.dtype)
     return MicroBatch(inputs, torch.zeros(samples, dtype=torch.int64), samples)

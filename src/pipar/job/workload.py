@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import nn
 
 from pipar import random_streams
-from pipar.config import Config, device_names, device_specs
+from pipar.config import Config, device_names, device_specs, refuse_cut_points
 from pipar.data.catalog import SYNTHETIC_SAMPLES
 from pipar.data.datasets import Dataset, Images, dataset_images, factory_images, load_dataset
 from pipar.data.partition import device_sizes, partition
 from pipar.data.shard import SamplePrivacy, Shard
 from pipar.errors import DataError, ModelError
+from pipar.events import Observer, Preparing, ignore
+from pipar.job.cut_cache import kept_line
+from pipar.job.own_module import OwnModule
+from pipar.methods import METHODS
+from pipar.nn.cut_list import CutList
+from pipar.nn.cut_listing import layer_cuts
+from pipar.nn.frozen import check_stays_frozen, check_trains, freeze
+from pipar.nn.inputs import InputForm, Inputs, drawn_like, in_dtype
 from pipar.nn.learner import Batches
-from pipar.nn.models import build_model, check_fits, check_sequential
+from pipar.nn.line import Line, line_of, whole_line
+from pipar.nn.models import build_model, check_fits, check_module, is_sequential
+from pipar.nn.named_cuts import named_line, unshared_line, uses_twice
 from pipar.nn.parts import Optimizer
+from pipar.nn.split import named_layers
+from pipar.nn.start_weights import load_weights
+from pipar.nn.steady import steady_layers
 from pipar.nn.tensors import TORCH_DTYPES
 from pipar.privacy.mechanisms import noisy
 from pipar.user_function import call_factory
@@ -35,23 +48,22 @@ _EVALUATION_BATCH = 250
 class UserObjects:
     """Objects that the user passed in Python instead of naming them in the configuration.
 
-    The model is sent to child processes as cloudpickle bytes, so that classes defined in a notebook work; such bytes
-    are never loaded from elsewhere. The common shape and classes are sent with it, so that no process has to look at
-    the data of another device.
+    The common form and classes are sent to child processes with them, so that no process has to look at the data of
+    another device.
     """
 
-    model: bytes | None = None
+    model: OwnModule | None = None
     training: Mapping[str, Images] | None = None  # by device name
     validation: Images | None = None
     test: Images | None = None
-    input_shape: tuple[int, ...] | None = None
+    form: InputForm | None = None  # of one sample
     classes: int | None = None
 
     @classmethod
     def of(cls, config: Config, model: Any, datasets: Any, validation: Any, test: Any) -> UserObjects:
         """Return the user's objects, checked; a single dataset is partitioned over the devices."""
         return cls(
-            model=None if model is None else cloudpickle.dumps(check_sequential(model)),
+            model=None if model is None else OwnModule(check_module(model)),
             training=None if datasets is None else _by_device(config, datasets),
             validation=None if validation is None else dataset_images(validation),
             test=None if test is None else dataset_images(test),
@@ -124,12 +136,15 @@ class Workload:
         self.config = config
         #: Seed of the privacy noise. Derived from the run's seed in simulations, secret on real devices.
         self.noise_seed = config.run.seed if noise_seed is None else noise_seed
+        #: Is told how far the network is prepared.
+        self.observe: Observer = ignore
         self._label_seed = label_seed  # None: `noise_seed`
         self.user_objects = own or UserObjects()
         self.names = [spec.name for spec in device_specs(config)]
         self.dtype = TORCH_DTYPES[config.model.dtype]
         self._own_shards: dict[str, Shard] = {}
         self._held_out: dict[str, Images | None] = {}
+        self._line: Line | None = None  # of a network that is no nn.Sequential
 
     @property
     def data_name(self) -> str:
@@ -205,7 +220,7 @@ class Workload:
     def keep_only_shard(self, device: str) -> Shard:
         """Return a copy of one device's samples and release all others, to keep a device's process small."""
         shard = self.shard(device).materialised()
-        _ = self.input_shape, self.classes  # needed later to build the network
+        _ = self.form, self.classes  # needed later to build the network
         self.__dict__.pop("_shards", None)
         self.__dict__.pop("_dataset", None)
         self._own_shards.clear()
@@ -213,7 +228,7 @@ class Workload:
 
     def for_processes(self) -> UserObjects:
         """Return the objects with which other processes make the same workload from the same configuration."""
-        return replace(self.user_objects, input_shape=self.input_shape, classes=self.classes)
+        return replace(self.user_objects, form=self.form, classes=self.classes)
 
     def held_out(self, which: str) -> Images | None:
         """Return the "validation" or the "test" set; None if there is none. One given by the user takes precedence."""
@@ -256,11 +271,10 @@ class Workload:
                 self._check_images(self.shard(name).images, f"the data of {name}")
 
     def _check_images(self, images: Images, whose: str) -> None:
-        if images.shape != self.input_shape:
-            shape = self.input_shape
+        if images.form != self.form:
             raise DataError(
-                f"{whose} has samples of shape {images.shape}, but those of {self.names[0]} have {shape}: give all the "
-                "same shape."
+                f"{whose} has samples of shape {images.form}, but those of {self.names[0]} have {self.form}: give "
+                "all the same shape."
             )
         highest = int(images.labels.max())
         if highest >= self.classes:
@@ -275,13 +289,23 @@ class Workload:
             return {name: len(self.shard(name)) for name in self.names}
         return {name: len(shard) for name, shard in self._shards.items()}
 
-    @cached_property
+    @property
     def input_shape(self) -> tuple[int, ...]:
-        if self.user_objects.input_shape is not None:
-            return self.user_objects.input_shape
-        if self._has_own_sets:
-            return self.shard(self.names[0]).images.shape
-        return self._dataset.input_shape
+        """The shape of one sample; if it is no single tensor, the number of its values."""
+        return self.form.shape
+
+    @cached_property
+    def form(self) -> InputForm:
+        """What one sample is; integers with the range of all devices' samples."""
+        if self.user_objects.form is not None:
+            return self.user_objects.form
+        if not self._has_own_sets:
+            return InputForm.given(self._dataset.input_shape)
+        first = self.shard(self.names[0]).images.form
+        if all(tensor.dtype is None for tensor in first.tensors):
+            return first
+        others = (self.shard(name).images.form for name in self.names[1:])
+        return reduce(InputForm.joined, (other for other in others if other == first), first)
 
     @cached_property
     def classes(self) -> int:
@@ -295,31 +319,88 @@ class Workload:
         return 1 + max(int(images.labels.max()) for images in sets)
 
     def build_model(self) -> nn.Sequential:
-        """Return the network with its initial weights, which depend only on the seed."""
+        """Return the network with its first weights, which depend only on the seed; it can be cut after each layer."""
+        if self._line is not None:
+            return copy.deepcopy(self._line)
+        model = self.network()
+        freeze(model, self.config.model.freeze)
+        check_trains(model)
+        return self._cuttable(model)
+
+    def network(self) -> nn.Module:
+        """Return a copy of the user's own module, or the network of the configuration; nothing is cut."""
         seed, section = self.config.run.seed, self.config.model
         if self.user_objects.model is not None:
-            model = cloudpickle.loads(self.user_objects.model)  # pickled by this process or by its parent
-        elif section.factory is not None:
+            return self.user_objects.model.copy().to(self.dtype)
+        if section.factory is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
-                model = check_sequential(call_factory(section.factory))
-        else:
-            return build_model(
-                section.name,
-                input_shape=_image_shape(self.input_shape),
-                classes=self.classes,
-                norm=section.norm,
-                dtype=self.dtype,
-                seed=seed,
-            )
-        assert isinstance(model, nn.Sequential)
-        return model.to(self.dtype)
+                return check_module(call_factory(section.factory)).to(self.dtype)
+        refuse_cut_points(self.config)
+        return build_model(
+            section.name,
+            input_shape=_image_shape(self.form),
+            classes=self.classes,
+            norm=section.norm,
+            dtype=self.dtype,
+            seed=seed,
+        )
 
-    def checked_model(self) -> nn.Sequential:
-        """Return the network after running a batch through it, so that sizes that do not fit raise before training."""
+    def _cuttable(self, model: nn.Module) -> nn.Sequential:
+        """Return a network that can be cut after each layer: itself, or a line of stages that is made of it."""
+        names, splits = self.config.model.cut_points, METHODS[self.config.run.method].splits
+        is_sequence = names is None and is_sequential(model)
+        if is_sequence and not (splits and uses_twice(cast(nn.Sequential, model))):
+            return cast(nn.Sequential, model)
+        check_fits(model, self.form, self.classes)  # before torch.export says something else about it
+        example = self.form.example(2, self.dtype)
+        if not splits or names == ():
+            self._line = whole_line(model, example)
+        elif is_sequence:
+            self._line = unshared_line(cast(nn.Sequential, model), example)
+        else:
+            self._line = kept_line(model, self.form, self.dtype, names, partial(self._cut, model, example))
+        return copy.deepcopy(self._line)
+
+    def _cut(self, model: nn.Module, example: Inputs) -> Line:
+        names = self.config.model.cut_points
+
+        def progress(what: str, share: float) -> None:
+            self.observe(Preparing(what, share))
+
+        return line_of(model, example, progress) if names is None else named_line(model, names, example, progress)
+
+    def cuts(self) -> CutList:
+        """Return where the network can be cut, and what crosses there."""
+        model = self.checked_model(initial=False)
+        if isinstance(model, Line):
+            assert model.cuts is not None
+            return model.cuts
+        return layer_cuts(named_layers(model), self.form.example(2, self.dtype), "children")
+
+    def initial_model(self) -> nn.Sequential:
+        """Return the network with the weights that the training starts from: those of a file if one is given."""
         model = self.build_model()
-        check_fits(model, self.input_shape, self.classes)
+        if self.config.model.weights is not None:
+            load_weights(model, self.config.model.weights)
         return model
+
+    def checked_model(self, *, initial: bool = True) -> nn.Sequential:
+        """Return the network after running a batch through it, so that sizes that do not fit raise before training.
+
+        With `initial` it has the weights that the training starts from; a device gets them from the server.
+        """
+        model = self.initial_model() if initial else self.build_model()
+        if self._line is None:  # else it was checked before it was cut
+            check_fits(model, self.form, self.classes)
+        check_stays_frozen(model, in_dtype(drawn_like(self.form.example(2, self.dtype), 2, seed=0), self.dtype))
+        return model
+
+    def steady_layers(self, model: nn.Sequential) -> int:
+        """Return how many first layers give the same activations in every epoch; 0 if the samples themselves differ."""
+        if self.config.data.augment or self.config.privacy.pixel_scale:
+            return 0
+        return steady_layers(model, self.form.example(2, self.dtype))
 
     def optimizer(self) -> Optimizer:
         section = self.config.optimizer
@@ -337,18 +418,19 @@ class _Batch:
     pixel_scale: float
     chance: Callable[[], np.random.Generator]
 
-    def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self) -> tuple[Inputs, torch.Tensor]:
         rows = slice(self.start, self.start + self.size)
-        inputs = self.images.normalised(self.images.images[rows], self.dtype)
+        inputs: Inputs = self.images.normalised(self.images.rows(rows), self.dtype)
         if self.pixel_scale:
+            assert isinstance(inputs, torch.Tensor)
             inputs = torch.from_numpy(noisy(inputs.numpy(), self.pixel_scale, self.chance()))
         return inputs, self.images.labels[rows]
 
 
-def _image_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    if len(shape) != 3:
+def _image_shape(form: InputForm) -> tuple[int, int, int]:
+    shape = form.shape
+    if len(shape) != 3 or not form.is_floats:
         raise ModelError(
-            f"Samples have shape {shape}, but this network takes images: give (channels, height, width), or your own "
-            "model."
+            f"Samples are {form}, but this network takes images: give (channels, height, width), or your own model."
         )
     return (shape[0], shape[1], shape[2])

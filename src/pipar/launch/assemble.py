@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
-from pipar.config import device_names
+from pipar.config import Config, device_names
 from pipar.device.interfaces import DeviceLanes, Equipment, MakeLanes
 from pipar.device.program import Device
 from pipar.events import EpochResult, Observer
@@ -17,17 +17,25 @@ from pipar.job.job import Bounds, Job
 from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.background_search import PlanSearch, ReplanBySearch, ReplanEncodings, search_by_estimate
-from pipar.planner.predictor import Predictor
+from pipar.planner.predictor import Predictor, forecast_rounds
 from pipar.planner.replanner import Replan, Replanner
 from pipar.privacy.budget import PrivacyAccountant
+from pipar.server.allow_list import AllowList
 from pipar.server.enrolment import ClosedEnrolment, OpenEnrolment
 from pipar.server.epoch_results import ResultCollector, TimeBounds
-from pipar.server.interfaces import Checkpointer, Learner, ServerLanes, Services, SessionSettings, Training
+from pipar.server.interfaces import Checkpointer, Deadline, Learner, ServerLanes, Services, SessionSettings, Training
+from pipar.server.patience import ChosenTimeouts
 from pipar.server.program import Server
 from pipar.server.session import fault
+from pipar.server.timeouts import SLOWEST_BPS, Forecast
 from pipar.transport.channel import Channel
 from pipar.transport.interface import Transport
 from pipar.transport.reconnect import Reconnector
+from pipar.transport.shaping import RateOverTime
+
+T = TypeVar("T")
+#: How long a session may be resumed where the server does not choose that.
+_USUAL_WINDOW_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,8 @@ class ServerSetup:
     observe: Observer
     validation: Sequence[tuple[int, Any]] = ()  # held-out batches
     replan: Replan | None = None  # makes new plans when links change
+    replanner: Replanner | None = None  # decides itself when plans change, and which they are
+    deadline: Deadline | None = None  # of each round, if not as configured
     search: PlanSearch | None = None  # without `replan`, finds them for what the server has learned of the fleet
     session_numbers: Iterable[int] | None = None
     checkpointer: Checkpointer | None = None
@@ -52,6 +62,12 @@ class ServerSetup:
 def assemble_server(job: Job, setup: ServerSetup) -> Server:
     """Return the server of a job, ready to admit devices."""
     return _ServerBuilder(job, setup).build()
+
+
+def most_devices(config: Config) -> int:
+    """Return how many devices a deployment waits for: those of the configuration, but no more than may take part."""
+    listed, allowed = len(device_names(config)), config.server.allow
+    return listed if allowed is None else max(1, min(listed, len(AllowList(allowed).names())))
 
 
 class _ServerBuilder:
@@ -91,10 +107,11 @@ class _ServerBuilder:
         )
         sessions = SessionSettings(
             network=job.server_profile,
-            resume_window_s=job.config.server.resume_window,
+            resume_window_s=_seconds(job.config.server.resume_window, _USUAL_WINDOW_S),
             numbers=setup.session_numbers,
             real_links=isinstance(setup.enrolment, OpenEnrolment),
             keep_spans=self._kept,
+            timeouts=self._chosen_timeouts(),
         )
         return Server(self._training(), setup.learner, setup.enrolment, lanes, services, sessions)
 
@@ -105,10 +122,38 @@ class _ServerBuilder:
             epochs=config.run.epochs,
             patience=config.run.patience,
             plans=job.plans,
-            min_devices=config.server.min_devices or len(job.specs) or len(device_names(config)),
-            round_deadline_s=config.server.round_deadline,
+            min_devices=config.server.min_devices or len(job.specs) or most_devices(config),
+            round_deadline_s=_seconds(config.server.round_deadline, None),
             validation=self._setup.validation,
+            deadline=self._setup.deadline,
         )
+
+    def _chosen_timeouts(self) -> ChosenTimeouts | None:
+        """Return which timeouts the server chooses; none if its devices are known.
+
+        They are processes of one machine, whose end is noticed, and the result of a run may not depend on its load.
+        """
+        given = self._job.config.server
+        if not isinstance(self._setup.enrolment, OpenEnrolment):
+            return None
+        return ChosenTimeouts(
+            deadline=given.round_deadline == "auto",
+            resume_window=given.resume_window == "auto",
+            keepalive=given.keepalive == "auto",
+            forecasts=self._forecasts,
+        )
+
+    def _forecasts(self, names: Collection[str]) -> dict[str, Forecast]:
+        """Return the forecasts of a round of these devices, by the fleet as it is known now."""
+        job = self._setup.enrolment.job
+        fleet = replace(job.fleet(), recalled=0.0) if self._predictor is None else self._predictor.now()
+        plans = job.plans if self._predictor is None else {**job.plans, **self._predictor.plans}
+        known = fleet.of({name for name in names if name in plans})
+        try:
+            seconds = forecast_rounds(known, plans, SLOWEST_BPS) if known.members else {}
+        except (ArithmeticError, LookupError, ValueError):  # a profile with numbers that cannot be computed with
+            return {}
+        return {name: Forecast(*of) for name, of in seconds.items()}
 
     def _make_results(self) -> ResultCollector:
         job, enrolment = self._job, self._setup.enrolment
@@ -126,6 +171,8 @@ class _ServerBuilder:
         )
 
     def _make_replanner(self) -> Replanner | None:
+        if self._setup.replanner is not None:
+            return self._setup.replanner
         replan = self._setup.replan or self._make_replan()
         if replan is None or not self._job.can_replan:
             return None
@@ -153,6 +200,11 @@ class _ServerBuilder:
             self._results.join(name, link)
 
 
+def _seconds(given: float | str, otherwise: T) -> float | T:
+    """Return a duration of the configuration; `otherwise` if it does not give one."""
+    return otherwise if isinstance(given, str) else given
+
+
 async def run_device(
     name: str,
     link: Link,
@@ -162,20 +214,27 @@ async def run_device(
     keep_spans: frozenset[str] | None = None,
     reconnector: Reconnector | None = None,
     is_real: bool = False,
+    rates: RateOverTime | None = None,
     observe: Observer,
 ) -> None:
-    """Run one device over a transport, from hello to the end; with a reconnector, over as many transports as needed."""
+    """Run one device over a transport, from hello to the end; with a reconnector, over as many transports as needed.
+
+    `rates` are those of its uplink, if not the link's.
+    """
     recorder = Recorder(name, keep_spans)
     on_lost = None if reconnector is None else reconnector.lost
     channel = Channel(transport, recorder, UPLINK, on_lost=on_lost, is_real=is_real)
-    channel.emulate(link, attrgetter("up_bps"))
+    if rates is None:
+        channel.emulate(link, attrgetter("up_bps"))
+    else:
+        channel.pace(rates, link.latency_s)
     lanes = DeviceLanes.of(equipment, recorder)
     device = Device(name, equipment, lanes, channel, recorder, observe)
     keeping = None if reconnector is None else asyncio.ensure_future(reconnector.keep_attached(channel))
     try:
         await device.train()
     except asyncio.CancelledError:
-        channel.post(fault("it was stopped"))  # so that the server does not wait for it to resume
+        channel.post(fault("it was asked to stop"))  # so that the server does not wait for it to resume
         raise
     finally:
         if keeping is not None:

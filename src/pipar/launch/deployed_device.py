@@ -17,30 +17,30 @@ from torch import nn
 from pipar.config import Config, DeviceSection, DeviceSpec
 from pipar.device.intake import Terms
 from pipar.device.interfaces import Equipment
-from pipar.errors import ConfigError
-from pipar.events import Expiring, Observer, Stopping
+from pipar.errors import ConfigError, DataError
+from pipar.events import Expiring, Observer, Reloaded, Stopping
 from pipar.execution.lanes import ThreadLanes
 from pipar.job.model_setup import part_builder, part_sizes, seed_dropout
 from pipar.job.profiles import measured_profile
 from pipar.job.workload import Workload
 from pipar.launch.assemble import run_device
-from pipar.launch.deployed_process import listed_specs, prepare_process, run_until_signal, unlisted_spec
+from pipar.launch.deployed_process import listed_specs, prepare_process, run_until_signal, unlisted_spec, until_left
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
+from pipar.nn.split import named_layers
 from pipar.privacy import accounting
 from pipar.privacy.budget import AllowedCuts, PrivacyGuard, PrivacyLimits
 from pipar.privacy.budget_file import BudgetFile, locked
 from pipar.profiling.profile import Profile
 from pipar.transport.backoff import Backoff
-from pipar.transport.expiry import announce_expiry
+from pipar.transport.expiry import announce_expiry, expiring_files
 from pipar.transport.grpc import connect
+from pipar.transport.interface import Transport
 from pipar.transport.limits import Keepalive
-from pipar.transport.reconnect import Reconnector
+from pipar.transport.reconnect import PatientDialer, Reconnector
+from pipar.transport.reloading import ChangedFiles, reread_text
 from pipar.transport.tls import DeviceSecurity
-
-#: A connection attempt that takes longer than this is given up and retried.
-_CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,14 @@ def take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
 
 def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
     prepare_process()
-    spec = next((spec for spec in listed_specs(config) if spec.name == options.name), unlisted_spec(options.name))
+    listed = {spec.name: spec for spec in listed_specs(config)}
+    spec = listed.get(options.name) or unlisted_spec(config, options.name)
     budget_file = None if options.privacy_file is None else BudgetFile.open(options.privacy_file, options.name)
     seed = secrets.randbits(128) if options.noise_seed is None else options.noise_seed
     workload = device_workload(config, options, seed, None if budget_file is None else budget_file.label_seed)
-    samples, model = workload.keep_only_shard(options.name), workload.checked_model()
+    _check_form(workload, options.name)
+    workload.observe = observe
+    samples, model = workload.keep_only_shard(options.name), workload.checked_model(initial=False)
     guard = device_guard(config, seed, cuts=allowed_cuts(workload, model), budget_file=budget_file)
     profile = without_sample_statistics(
         config, measured_profile(workload, model, observe, memory_bytes=spec.memory_bytes)
@@ -82,26 +85,43 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     return 130 if stopped == signal.SIGINT else 0
 
 
+def _check_form(workload: Workload, name: str) -> None:
+    """Raise DataError if the server could not know what the samples of a device are."""
+    form = workload.shard(name).images.form
+    if not form.is_floats:
+        raise DataError(
+            f"The samples of {name} are {form}, but data.shape tells a server only of samples that are one tensor of "
+            "floating-point numbers: train others with pipar.run or 'pipar run', on one machine."
+        )
+
+
 async def _train(
     config: Config, options: DeviceOptions, spec: DeviceSpec, equipment: Equipment, observe: Observer
 ) -> None:
     clock = asyncio.get_running_loop().time
     backoff = Backoff.of_device(config.run.seed, options.name, clock, options.give_up_after_s)
-    timeout_s = min(_CONNECT_TIMEOUT_S, options.give_up_after_s or _CONNECT_TIMEOUT_S)
-    keepalive = Keepalive.every(config.server.keepalive)
-    connect_to_server = partial(
-        connect, options.server, security=options.security, timeout_s=timeout_s, keepalive=keepalive
-    )
-    reconnector = Reconnector(options.name, options.server, connect_to_server, backoff, observe)
+    keepalive = Keepalive.of(config.server.keepalive)
+    security = options.security
+    files = ChangedFiles(security.certificate, security.key, security.ca, security.token_file)
+
+    async def connect_within(timeout_s: float) -> Transport:
+        if changed := files.take():
+            observe(Reloaded(reread_text(changed)))
+        return await connect(options.server, security=security, keepalive=keepalive, timeout_s=timeout_s)
+
+    dialer = PatientDialer(connect_within, clock, options.give_up_after_s)
+    reconnector = Reconnector(options.name, options.server, dialer.dial, backoff, observe)
     take_part = partial(
         run_device, options.name, spec.link, equipment, reconnector=reconnector, is_real=True, observe=observe
     )
-    own = (options.security.certificate, options.security.ca)
-    announcing = asyncio.create_task(announce_expiry(own, lambda sentence: observe(Expiring(sentence))))
-    try:
-        await reconnector.run(take_part)
-    finally:
-        announcing.cancel()
+    # The next connection reads the files again, so they are announced as they are.
+    own = partial(expiring_files, (security.certificate, security.ca))
+    async with until_left(announce_expiry(own, lambda sentence: observe(Expiring(sentence)))):
+        try:
+            await reconnector.run(take_part)
+        except asyncio.CancelledError:
+            observe(Stopping("This device was asked to stop."))
+            raise
     observe(Stopping("The training has ended."))
 
 
@@ -136,7 +156,7 @@ def allowed_cuts(workload: Workload, model: nn.Sequential) -> AllowedCuts | None
     limit = LeakageLimit.of(config, Subject.of(config, workload.model_name, workload.data_name, workload.input_shape))
     if limit is None:
         return None
-    leaky = limit.leaky_cuts(list(model._modules))
+    leaky = limit.leaky_cuts(list(named_layers(model)))
     why = f"by this device's own privacy.max_leakage = {limit.most:g}, that split point leaks too much"
     return AllowedCuts(layers, frozenset(range(1, layers + 1)) - leaky.keys(), why)
 
@@ -166,6 +186,10 @@ def device_workload(
         raise ConfigError(
             f"--data {options.data} is given, but data.factory = {config.data.factory!r} returns this device's data: "
             "give only one of them. The factory is called with the device's name."
+        )
+    if options.data is not None and not Path(options.data).is_dir():
+        raise ConfigError(
+            f"--data {options.data} is not a folder on this machine: give the folder that holds this device's data."
         )
     names = [spec.name for spec in listed_specs(config)]
     if config.data.factory is None and options.data is None:

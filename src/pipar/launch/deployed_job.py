@@ -7,20 +7,25 @@ from dataclasses import replace
 
 import torch
 
-from pipar.config import Config
+from pipar.config import Config, device_specs
 from pipar.data.catalog import dataset_info
 from pipar.data.datasets import Images
 from pipar.errors import ConfigError, DataError
 from pipar.events import Observer
 from pipar.job.job import Job
 from pipar.job.model_setup import measure_test_accuracy
+from pipar.job.plans import check_common
 from pipar.job.prepare import check_given_plans, sample_bytes
 from pipar.job.profiles import measured_profile
 from pipar.job.workload import UserObjects, Workload
+from pipar.launch.deployed_process import unlisted_spec
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
+from pipar.methods import METHODS
+from pipar.nn.inputs import InputForm
 from pipar.nn.learner import Batches, TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
+from pipar.nn.split import named_layers
 from pipar.privacy.budget import choose_noise
 
 
@@ -35,15 +40,16 @@ def server_workload(config: Config) -> Workload:
             f"data.factory = {config.data.factory!r} is called on devices only, so the server cannot see the samples: "
             "also give data.shape and data.classes."
         )
-    return Workload(config, UserObjects(input_shape=tuple(shape), classes=classes))
+    return Workload(config, UserObjects(form=InputForm.given(shape), classes=classes))
 
 
 def job_without_devices(workload: Workload, observe: Observer) -> Job:
     """Return the job of a server before any device has joined."""
     config = workload.config
     choose_noise(config)  # raises on a wrong privacy budget, before the network is measured
+    workload.observe = observe
     model = workload.checked_model()
-    check_given_plans(config, len(model), workload.model_name)
+    _check_plans(config, len(model), workload.model_name)
     limit = LeakageLimit.of(config, Subject.of(config, workload.model_name, workload.data_name, workload.input_shape))
     return Job(
         config=config,
@@ -56,11 +62,20 @@ def job_without_devices(workload: Workload, observe: Observer) -> Job:
         plans={},
         dataset=workload.data_name,
         model=workload.model_name,
-        leaky_cuts={} if limit is None else limit.leaky_cuts(list(model._modules)),
+        leaky_cuts={} if limit is None else limit.leaky_cuts(list(named_layers(model))),
         leakage_guess=None if limit is None else limit.table.guess,
         sample_bytes=sample_bytes(workload.input_shape, config.model.dtype),
         most_samples=most_samples(config),
+        steady_layers=workload.steady_layers(model),
     )
+
+
+def _check_plans(config: Config, layers: int, model: str) -> None:
+    """Raise PlanError if a device would get a plan that it cannot have: later, its joining would end the training."""
+    specs = [*device_specs(config), unlisted_spec(config, "")]
+    check_given_plans(config, specs, layers, model)
+    if METHODS[config.run.method].shares_server_model:
+        check_common({spec.split_point for spec in specs if spec.split_point != "auto"})
 
 
 def most_samples(config: Config) -> int | None:
@@ -80,7 +95,7 @@ def _workload_to_measure(workload: Workload) -> Workload:
         with contextlib.suppress(DataError):
             workload.shard(name)
             return workload
-    blank = Images(torch.zeros((1, *workload.input_shape)), torch.zeros(1, dtype=torch.int64))
+    blank = Images(workload.form.example(1, torch.float32), torch.zeros(1, dtype=torch.int64))
     return Workload(workload.config, replace(workload.user_objects, training={name: blank}))
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from pipar.config import Config, DeviceSection, DeviceSpec, device_specs
@@ -24,9 +25,9 @@ def as_deployed(config: Config) -> Config:
     return config.model_copy(update={"devices": tuple(_as_given(group) for group in config.devices)})
 
 
-def unlisted_spec(name: str) -> DeviceSpec:
-    """Return the settings of a device that is not in the configuration: nothing about it is emulated."""
-    return DeviceSpec(name, _NO_LINK, 1.0, None, "auto", "auto")
+def unlisted_spec(config: Config, name: str) -> DeviceSpec:
+    """Return the settings of a device that is not in [[devices]]: it follows [plan], and is not emulated."""
+    return DeviceSpec(name, _NO_LINK, 1.0, None, config.plan.split_point, config.plan.micro_batches)
 
 
 def _as_given(group: DeviceSection) -> DeviceSection:
@@ -45,6 +46,17 @@ def prepare_process() -> None:
 
     torch.set_num_threads(1)
     keep_freed_memory()
+
+
+@contextlib.asynccontextmanager
+async def until_left(task: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a task beside the block; when the block is left, end it and wait for its end."""
+    running = asyncio.ensure_future(task)
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def run_until_signal(main: Coroutine[Any, Any, None]) -> signal.Signals | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import secrets
 import signal
@@ -13,8 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from pipar.config import Config
-from pipar.errors import PlanError, StorageError
-from pipar.events import Barred, Expiring, Listening, Observer, Resumed, SaveFailed, Stopping
+from pipar.errors import PlanError, StorageError, describe
+from pipar.events import (
+    Barred,
+    Expiring,
+    Listening,
+    Observer,
+    Reloaded,
+    ReloadFailed,
+    Resumed,
+    SaveFailed,
+    Stopping,
+)
 from pipar.execution.lanes import Lanes, ThreadLanes
 from pipar.execution.spans import SERVER, Recorder
 from pipar.job.job import Job
@@ -23,13 +34,21 @@ from pipar.job.plans import make_plans
 from pipar.job.workload import Workload
 from pipar.launch.assemble import ServerSetup, assemble_server
 from pipar.launch.deployed_job import accuracy_on_test_set, job_without_devices, server_workload, validation_batches
-from pipar.launch.deployed_process import as_deployed, listed_specs, prepare_process, run_until_signal, unlisted_spec
+from pipar.launch.deployed_process import (
+    as_deployed,
+    listed_specs,
+    prepare_process,
+    run_until_signal,
+    unlisted_spec,
+    until_left,
+)
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import started_event
 from pipar.monitoring.tracker_threads import Tracking, tracked
 from pipar.nn.learner import TorchLearner
 from pipar.planner.background_search import SearchProcess
 from pipar.planner.fleet import Fleet
+from pipar.recording.recorder import Recording, check_can_record, recorded
 from pipar.report import try_write_report
 from pipar.server.enrolment import OpenEnrolment
 from pipar.server.epoch_results import stale_epochs
@@ -49,12 +68,17 @@ from pipar.storage.run_folder import (
 )
 from pipar.storage.run_lock import folder_locked
 from pipar.transport import open_files
-from pipar.transport.expiry import announce_expiry
+from pipar.transport.addresses import check_listening
+from pipar.transport.expiry import announce_expiry, expiring
 from pipar.transport.grpc import Listener
 from pipar.transport.interface import Transport
 from pipar.transport.limits import Keepalive, Limits
+from pipar.transport.reloading import Notices
 from pipar.transport.tls import ServerSecurity
 from pipar.wire.messages import EMPTY
+
+#: A changed file of credentials or of allowed devices takes effect within this time.
+_REREAD_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -66,10 +90,13 @@ class ServerOptions:
     resume: bool = False
     command: str = "pipar server"
     pictures: bool = False  # also send observers the lanes of each round
+    record: bool = False  # write a recording, for `pipar replay`
 
 
 def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
     """Train with the devices that connect; return the exit code: 0 at the end or on SIGTERM, 130 on SIGINT."""
+    if options.record:
+        check_can_record(config)
     with tracked(config, observe) as tracking:
         return _serve(config, options, tracking)
 
@@ -91,8 +118,9 @@ def _serve_in(path: Path, workload: Workload, options: ServerOptions, tracking: 
     if reason is not None:
         _finish_again(run, reason, observe)
         return 0
-    program = _ServerProgram(run, options, observe)
-    stopped = run_until_signal(program.train())
+    with recorded(run.folder, world="real", is_on=options.record) as recording:
+        program = _ServerProgram(run, options, observe, recording)
+        stopped = run_until_signal(program.train())
     code = 130 if stopped == signal.SIGINT else 0
     try:
         result = run.finish(observe, is_over=stopped is None)
@@ -166,6 +194,8 @@ def _open_run(path: Path, workload: Workload, options: ServerOptions, observe: O
     found = _find_checkpoint(config, _checkpoint_folder(path), options, observe)
     if found is None:
         refuse_to_replace_result(path)
+    if found is None or found.round < config.run.epochs:
+        check_listening(options.listen)  # now, not after the network is measured
     job = job_without_devices(workload, observe)
     _check_cut(job, found)
     known = job if found is None else replace(job, plans=found.plans, sizes=found.samples)
@@ -213,7 +243,7 @@ def _check_cut(job: Job, found: Checkpoint | None) -> None:
 
 def _open_folder(path: Path, job: Job, found: Checkpoint | None, command: str) -> RunFolder:
     has_checkpoints = job.config.server.checkpoint_every > 0
-    folder = RunFolder(path, job, world="real", command=command, has_checkpoints=has_checkpoints)
+    folder = RunFolder(path, job, world="real", command=command, has_checkpoints=has_checkpoints, has_threads=True)
     if found is not None:
         folder.resume(found)
     else:
@@ -227,10 +257,12 @@ def _open_folder(path: Path, job: Job, found: Checkpoint | None, command: str) -
 class _ServerProgram:
     """The server's program with what a deployment adds: a listener, checkpoints, liveness."""
 
-    def __init__(self, run: _Run, options: ServerOptions, observe: Observer) -> None:
+    def __init__(self, run: _Run, options: ServerOptions, observe: Observer, recording: Recording) -> None:
         self._run = run
         self._options = options
-        self._observe = AuditLog(run.folder.path, options.command).recorder(run.folder.event_recorder(observe))
+        self._emitting, watching = recording
+        watch = watching(run.folder.event_recorder(observe))
+        self._observe = AuditLog(run.folder.path, options.command).recorder(watch)
         self._has_started = self._is_stopping = False
         self.fleet: Fleet | None = None  # as measured during training, at its end
 
@@ -243,18 +275,33 @@ class _ServerProgram:
         server = self._make_server(enrolment, search_process, checkpointer)
         listener = self._make_listener(server)
         await self._listen(listener)
-        security = self._options.security
-        own = (security.certificate, security.client_ca)
-        announcing = asyncio.create_task(announce_expiry(own, lambda sentence: self._observe(Expiring(sentence))))
         try:
-            await self._train(server)
+            async with (
+                until_left(announce_expiry(lambda: expiring(listener.certificates), self._announce)),
+                until_left(self._reread_files(listener, enrolment, server)),
+            ):
+                await self._train(server)
         finally:
-            announcing.cancel()
             await checkpointer.finish()
             await search_process.close()
             await listener.stop()
             server.close()
             saving.close()
+
+    def _announce(self, sentence: str) -> None:
+        self._observe(Expiring(sentence))
+
+    async def _reread_files(self, listener: Listener, enrolment: OpenEnrolment, server: Server) -> None:
+        """Use files of credentials and of allowed devices soon after they have changed."""
+        while True:
+            await asyncio.sleep(_REREAD_EVERY_S)
+            try:
+                listener.refresh()
+                if (change := enrolment.take_change()) is not None:
+                    self._observe(Reloaded(change))
+                    await server.dismiss_unless(enrolment.check_allowed)
+            except Exception as error:  # noqa: BLE001 - becomes an event: later changes have to be noticed, too
+                self._observe(ReloadFailed(f"A changed file could not be used: {describe(error)}."))
 
     async def _listen(self, listener: Listener) -> None:
         host, _, _ = self._options.listen.rpartition(":")
@@ -267,24 +314,23 @@ class _ServerProgram:
     async def _train(self, server: Server) -> None:
         liveness = LivenessMonitor(lambda: server.sessions, self._observe)
         # Only the live page, which asks for pictures, shows silent devices.
-        watching = asyncio.create_task(liveness.watch()) if self._options.pictures else None
+        watching = until_left(liveness.watch()) if self._options.pictures else contextlib.nullcontext()
         try:
-            await server.train(self._run.done)
-            self.fleet = server.fleet()
-            await server.wait_until_left()
+            async with watching:
+                await server.train(self._run.done)
+                self.fleet = server.fleet()
+                await server.wait_until_left()
         except asyncio.CancelledError:
             self._is_stopping = True
             self._observe(Stopping("The server was asked to stop. Start it with --resume to continue."))
             await server.suspend("The server stops for now.")
             raise
-        finally:
-            if watching is not None:
-                watching.cancel()
 
     def _make_enrolment(self) -> OpenEnrolment:
         job, found = self._run.job, self._run.found
         specs = {spec.name: spec for spec in listed_specs(job.config)}
-        enrolment = OpenEnrolment(job, specs, unlisted_spec, partial(make_plans, rehearse=rehearse))
+        unlisted = partial(unlisted_spec, job.config)
+        enrolment = OpenEnrolment(job, specs, unlisted, partial(make_plans, rehearse=rehearse))
         if found is not None:
             enrolment.keep_plans(found.plans)
         enrolment.add_listener(self._update_job)
@@ -312,7 +358,7 @@ class _ServerProgram:
                 enrolment=enrolment,
                 pool=partial(ThreadLanes, speed=run.job.config.server.speed),
                 background=partial(ThreadLanes, nice=19),
-                emit=folder.epoch_recorder(self._observe, pictures=self._options.pictures),
+                emit=self._emitting(folder.epoch_recorder(self._observe, pictures=self._options.pictures)),
                 observe=self._observe,
                 search=search,
                 session_numbers=_session_numbers(),
@@ -332,9 +378,13 @@ class _ServerProgram:
         return Listener(
             admit,
             security=self._options.security,
-            keepalive=Keepalive.every(self._run.job.config.server.keepalive),
+            keepalive=Keepalive.of(self._run.job.config.server.keepalive),
             refused=server.report_refused,
-            barred=lambda why: self._observe(Barred(why)),
+            notices=Notices(
+                reloaded=lambda what: self._observe(Reloaded(what)),
+                failed=lambda why: self._observe(ReloadFailed(why)),
+                barred=lambda why: self._observe(Barred(why)),
+            ),
         )
 
     def _update_job(self, job: Job) -> None:

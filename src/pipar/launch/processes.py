@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pipar.device.interfaces import Equipment
 from pipar.errors import InputError
@@ -23,28 +22,41 @@ from pipar.launch.child_processes import ChildProcesses, EventSender, GracefulTe
 from pipar.launch.rehearsal import rehearse
 from pipar.methods import Plan
 from pipar.planner.background_search import SearchProcess
-from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.profile import Profile
+from pipar.recording.recorder import recorded
 from pipar.server.enrolment import ClosedEnrolment
 from pipar.storage.run_folder import RunFolder, save_result
 from pipar.transport import open_files
 from pipar.transport.addresses import check_listening
-from pipar.transport.tls import is_loopback
+from pipar.transport.credentials import Tokens, new_token
+from pipar.transport.tls import DeviceSecurity, ServerSecurity, is_loopback
 
 
 def train_in_processes(
-    job: Job, own: UserObjects, folder: Path, command: str, observe: Observer, *, pictures: bool = False
+    job: Job,
+    own: UserObjects,
+    folder: Path,
+    command: str,
+    observe: Observer,
+    *,
+    pictures: bool = False,
+    record: bool = False,
 ) -> None:
     """Train with real processes; that of the server writes the run's folder. Ctrl-C saves the epochs so far, and is
     raised again.
+
+    Every device gets a token through the pipe that starts its process, so that no other user of the machine can join.
     """
     processes = ChildProcesses(observe)
     _ = job.update_noise  # chosen here once, so that devices need not import an accountant
+    tokens = {spec.name: new_token() for spec in job.specs}
     try:
-        processes.start(SERVER, _server_process, job, own, folder, command, pictures)
+        task = _ServerTask(folder, command, Tokens.of(tokens), pictures, record)
+        processes.start(SERVER, _server_process, job, own, task)
         address = processes.wait_for_server()
         for spec in job.specs:
-            processes.start(spec.name, _device_process, job, own.only(spec.name), spec.name, address)
+            place = _Place(address, DeviceSecurity(token=tokens[spec.name]))
+            processes.start(spec.name, _device_process, job, own.only(spec.name), spec.name, place)
         processes.wait_for_end()
     finally:
         processes.end()
@@ -60,18 +72,46 @@ def check_address(address: str) -> None:
     check_listening(address)
 
 
-def _server_process(
-    sender: EventSender, job: Job, own: UserObjects, folder: Path, command: str, pictures: bool
-) -> None:
+@dataclass(frozen=True)
+class _ServerTask:
+    """What the server's process is told in addition to its job."""
+
+    folder: Path
+    command: str
+    tokens: Tokens
+    pictures: bool
+    record: bool
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a device finds its server, and how it identifies itself."""
+
+    address: str
+    security: DeviceSecurity
+
+
+def _server_process(sender: EventSender, job: Job, own: UserObjects, task: _ServerTask) -> None:
     workload = Workload(job.config, own)
     learner = make_learner(job, workload)
     warm_up(job, workload)
     seed_dropout(job.config.run.seed, SERVER)
-    run = RunFolder(folder, job, world="real", command=command)
+    run = RunFolder(task.folder, job, world="real", command=task.command, has_threads=True)
     termination = GracefulTermination()
+    setup = ServerSetup(
+        learner=learner,
+        validation=workload.held_out_batches("validation"),
+        pool=partial(ThreadLanes, speed=job.config.server.speed),
+        background=partial(ThreadLanes, nice=19),
+        emit=run.epoch_recorder(sender.observe, pictures=task.pictures),
+        observe=run.event_recorder(sender.observe),
+        enrolment=ClosedEnrolment(job, partial(plans_for_profiles, job)),
+        accountant=run.accountant,
+    )
     try:
-        emit = run.epoch_recorder(sender.observe, pictures=pictures)
-        termination.run(_serve(job, workload, learner, emit, run.event_recorder(sender.observe), run.accountant))
+        with recorded(run, world="real", is_on=task.record) as (emitting, watching):
+            setup = replace(setup, emit=emitting(setup.emit), observe=watching(setup.observe))
+            termination.run(_serve(job, setup, task.tokens))
     finally:  # the epochs so far and the last global model are kept, even if it is interrupted
         state = partial(run.finish, weights=learner.packed_state(), weights_sha256=learner.sha256())
         save_result(run, state, sender.observe)
@@ -80,31 +120,16 @@ def _server_process(
         save_result(run, partial(run.add_test_accuracy, accuracy), sender.observe)
 
 
-async def _serve(
-    job: Job, workload: Workload, learner: Any, emit: Any, observe: Observer, accountant: PrivacyAccountant
-) -> None:
+async def _serve(job: Job, setup: ServerSetup, tokens: Tokens) -> None:
     from pipar.transport.grpc import Listener  # the fork server must not import grpc, which does not survive a fork
 
     search_process = SearchProcess()
-    server = assemble_server(
-        job,
-        ServerSetup(
-            learner=learner,
-            validation=workload.held_out_batches("validation"),
-            pool=partial(ThreadLanes, speed=job.config.server.speed),
-            background=partial(ThreadLanes, nice=19),
-            emit=emit,
-            observe=observe,
-            enrolment=ClosedEnrolment(job, partial(plans_for_profiles, job)),
-            search=search_process,
-            accountant=accountant,
-        ),
-    )
+    server = assemble_server(job, replace(setup, search=search_process))
     open_files.raise_limit()
-    listener = Listener(server.admit)
+    listener = Listener(server.admit, security=ServerSecurity(tokens=tokens), refused=server.report_refused)
     host, _, _ = job.config.server.listen.rpartition(":")
     port = await listener.start(job.config.server.listen)
-    observe(Listening(f"{host}:{port}"))
+    setup.observe(Listening(f"{host}:{port}"))
     try:
         await server.train()
         await server.wait_until_left()
@@ -120,19 +145,19 @@ def plans_for_profiles(job: Job, profiles: Mapping[str, Profile]) -> Mapping[str
     return job.plans if brought == job.device_profiles else make_plans(replace(job, device_profiles=brought), rehearse)
 
 
-def _device_process(sender: EventSender, job: Job, own: UserObjects, name: str, address: str) -> None:
+def _device_process(sender: EventSender, job: Job, own: UserObjects, name: str, place: _Place) -> None:
     workload = Workload(job.config, own)
-    GracefulTermination().run(_train_device(job, workload, name, address, sender.observe))
+    GracefulTermination().run(_train_device(job, workload, name, place, sender.observe))
 
 
-async def _train_device(job: Job, workload: Workload, name: str, address: str, observe: Observer) -> None:
+async def _train_device(job: Job, workload: Workload, name: str, place: _Place, observe: Observer) -> None:
     from pipar.transport.grpc import connect  # not before the fork, either
 
     speed = next(spec.speed for spec in job.specs if spec.name == name)
     samples, build = workload.keep_only_shard(name), part_builder(workload, name)
     warm_up_device(job, workload, name)
     seed_dropout(job.config.run.seed, name)
-    transport = await connect(address)
+    transport = await connect(place.address, security=place.security)
     lanes, profile = partial(ThreadLanes, speed=speed), job.device_profiles[name]
     equipment = Equipment(samples, build, lanes, profile, job.guard())
     await run_device(name, job.links[name], equipment, transport, keep_spans=job.traced_devices, observe=observe)

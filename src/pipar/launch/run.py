@@ -12,23 +12,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipar import methods as known
 from pipar.aggregator_settings import check_method
-from pipar.config import Config, check_private_updates, device_specs
-from pipar.config_file import load_config, with_settings
+from pipar.config import Config, check_private_updates, device_names, device_specs
+from pipar.config_file import config_from, load_config, with_settings
 from pipar.errors import ConfigError
-from pipar.events import EpochResult, Observer, Started, ignore
+from pipar.events import LOADING, EpochResult, Observer, Preparing, Started, ignore
 from pipar.execution.schedule import count_batches
 from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.job.prepare import prepare, prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 from pipar.monitoring.tracker_threads import tracked
+from pipar.recording.recorder import check_can_record, recorded
+from pipar.server.allow_list import AllowList
 from pipar.storage.result import Result
 from pipar.storage.run_folder import RunFolder, new_folder, remove_if_no_epochs, run_name, save_result, without_signals
 from pipar.storage.run_lock import folder_locked
 from pipar.wording import guess_text, ruled_out_text
 
 if TYPE_CHECKING:
-    from pipar.job.workload import UserObjects
+    from pipar.job.workload import UserObjects, Workload
 
 World = Literal["real", "virtual", "timing-only"]
 WORLDS = ("real", "virtual", "timing-only")
@@ -39,6 +41,7 @@ def run(
     *,
     world: World = "real",
     model: Any = None,
+    cut_points: Sequence[str] | None = None,
     datasets: Any = None,
     validation: Any = None,
     test: Any = None,
@@ -47,29 +50,49 @@ def run(
     pictures: bool = False,
     command: str | None = None,
     report: bool = False,
+    record: bool = False,
 ) -> Result:
     """Train and return the result.
 
     `config` is a TOML file, nested dictionaries, a `Config` or None for the defaults. `settings` are strings
-    "section.key=value" that override it. `model` is your own nn.Sequential. `datasets` are your own training data: one
-    dataset for each device (a list or tuple in the order of the configuration, or a mapping by device name), or a
-    single one to partition. `validation` and `test` are your own held-out datasets; they replace those of a named
-    dataset. `observe` is called with each event, with `pictures` also with the lanes of each epoch. `report` writes an
-    HTML report into the run's folder at the end.
+    "section.key=value" that override it. `model` is your own nn.Module, which stays as it is; `cut_points` are the
+    modules after which it may be cut, by their paths and in order of execution, instead of every usable cut. `datasets`
+    are your own training data: one dataset for each device (a list or tuple in the order of the configuration, or a
+    mapping by device name), or a single one to partition. `validation` and `test` are your own held-out datasets; they
+    replace those of a named dataset. `observe` is called with each event, with `pictures` also with the lanes of each
+    epoch. `report` writes an HTML report into the run's folder at the end. `record` writes a recording into it, which
+    `pipar replay` reads.
     """
     if world not in WORLDS:
         raise ConfigError(f"world = '{world}' is unknown: use one of {', '.join(WORLDS)}.")
-    resolved = _configuration(config, settings, datasets)
+    resolved = _with_cut_points(_configuration(config, settings, datasets), cut_points)
     if world == "timing-only" and resolved.run.patience is not None:
         patience = resolved.run.patience
         raise ConfigError(
             f"run.patience = {patience} needs validation losses, and a timing-only run has none: unset it."
         )
+    _check_allowed(resolved)
+    if record:
+        check_can_record(resolved)
     with tracked(resolved, observe) as tracking:
-        options = RunOptions(command if command is not None else "pipar.run", tracking.observe, report, pictures)
+        typed = command if command is not None else "pipar.run"
+        options = RunOptions(typed, tracking.observe, report, pictures, record)
         result = _train(resolved, world, (model, datasets, validation, test), options)
         tracking.end(result.content)
         return result
+
+
+def _check_allowed(config: Config) -> None:
+    """Raise if server.allow excludes a device of the configuration: on one machine no other can join in its place."""
+    if config.server.allow is None:
+        return
+    names = AllowList(config.server.allow).names()
+    for device in device_names(config):
+        if device not in names:
+            raise ConfigError(
+                f"server.allow does not name '{device}', which is in [[devices]], so it could not take part: add it to "
+                "server.allow, or remove it from [[devices]]."
+            )
 
 
 def _train(config: Config, world: World, own: tuple[Any, ...], options: RunOptions) -> Result:
@@ -79,6 +102,7 @@ def _train(config: Config, world: World, own: tuple[Any, ...], options: RunOptio
         job = prepare_timing_only(config, rehearse, options.observe)
         if job is not None:
             return _run_timing_only(job, options)
+    options.observe(Preparing(LOADING, 0.0))
     from pipar.job.workload import UserObjects  # imports torch, which a timing-only run does without
 
     return _run_with_torch(config, UserObjects.of(config, *own), world, options)
@@ -125,6 +149,14 @@ def _configuration(config: Any, settings: Sequence[str], datasets: Any) -> Confi
     return load_config(None, settings, tree)
 
 
+def _with_cut_points(config: Config, cut_points: Sequence[str] | None) -> Config:
+    if cut_points is None:
+        return config
+    model = {**config.model.model_dump(exclude_unset=True), "cut_points": cut_points}
+    tree = {name: getattr(config, name) for name in config.model_fields_set}
+    return config_from({**tree, "model": model})
+
+
 def _devices_for(datasets: Any) -> dict[str, Any]:
     """Return a [[devices]] section with one device for each dataset; nothing for a single dataset to partition."""
     from pipar.job.workload import is_list_of_datasets  # imports torch
@@ -142,6 +174,7 @@ class RunOptions:
     observe: Observer = ignore
     report: bool = False
     pictures: bool = False  # also send observers the lanes of each epoch
+    record: bool = False  # write a recording, for `pipar replay`
 
     def epoch_recorder(self, folder: RunFolder) -> Callable[[EpochResult, list[Span]], None]:
         """Return a function that records an epoch in the folder and passes it on to the observer."""
@@ -154,8 +187,9 @@ def _run_timing_only(job: Job, options: RunOptions) -> Result:
     with _open_folder(job, options, "timing-only") as path:
         folder = RunFolder(path, job, world="timing-only", command=options.command)
         try:
-            watch = folder.event_recorder(options.observe)
-            train_timing_only(job, options.epoch_recorder(folder), watch, accountant=folder.accountant)
+            with recorded(folder, world="timing-only", is_on=options.record) as (emitting, watching):
+                emit, watch = emitting(options.epoch_recorder(folder)), watching(folder.event_recorder(options.observe))
+                train_timing_only(job, emit, watch, accountant=folder.accountant)
         finally:  # the epochs so far are kept, even if it is interrupted
             content = save_result(folder, without_signals(folder.finish), options.observe)
         return Result(path, content)
@@ -172,10 +206,10 @@ def _run_with_torch(config: Config, own: UserObjects, world: World, options: Run
         return _run_timing_only(job, options)
     if world == "virtual":
         return _run_virtual(job, workload, options)
-    return _run_real(job, workload.for_processes(), options)
+    return _run_real(job, workload, options)
 
 
-def _run_virtual(job: Job, workload: Any, options: RunOptions) -> Result:
+def _run_virtual(job: Job, workload: Workload, options: RunOptions) -> Result:
     from pipar.job.model_setup import make_learner, measure_test_accuracy  # imports torch
     from pipar.launch.virtual import train_virtually
 
@@ -183,22 +217,27 @@ def _run_virtual(job: Job, workload: Any, options: RunOptions) -> Result:
     with _open_folder(job, options, "virtual") as path:
         folder = RunFolder(path, job, world="virtual", command=options.command)
         try:
-            watch = folder.event_recorder(options.observe)
-            train_virtually(job, workload, options.epoch_recorder(folder), watch, learner, accountant=folder.accountant)
+            with recorded(folder, world="virtual", is_on=options.record) as (emitting, watching):
+                emit, watch = emitting(options.epoch_recorder(folder)), watching(folder.event_recorder(options.observe))
+                train_virtually(job, workload, emit, watch, learner, accountant=folder.accountant)
         finally:  # the epochs so far and the last global model are kept, even if it is interrupted
             state = partial(folder.finish, weights=learner.packed_state(), weights_sha256=learner.sha256())
             save_result(folder, without_signals(state), options.observe)
         accuracy = measure_test_accuracy(learner, workload)
         last = without_signals(partial(folder.add_test_accuracy, accuracy))
-        return Result(path, save_result(folder, last, options.observe))
+        return Result(path, save_result(folder, last, options.observe), workload.network)
 
 
-def _run_real(job: Job, own: UserObjects, options: RunOptions) -> Result:
+def _run_real(job: Job, workload: Workload, options: RunOptions) -> Result:
     from pipar.launch.processes import train_in_processes  # imports torch
 
     with _open_folder(job, options, "real") as folder:
-        train_in_processes(job, own, folder, options.command, options.observe, pictures=options.pictures)
-        return Result(folder, json.loads((folder / "result.json").read_text("utf-8")))
+        what = (options.command, options.observe)
+        train_in_processes(
+            job, workload.for_processes(), folder, *what, pictures=options.pictures, record=options.record
+        )
+        content = json.loads((folder / "result.json").read_text("utf-8"))
+        return Result(folder, content, workload.network)
 
 
 def _check_real_world(config: Config) -> None:

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from pipar.execution.work import Place
 from pipar.profiling.profile import Profile
-from pipar.wire.messages import ITEM_BYTES, LABEL_BYTES, Body, Chunks, Message, Payload
+from pipar.wire.messages import (
+    EMPTY,
+    ITEM_BYTES,
+    LABEL_BYTES,
+    NUMBER_BYTES,
+    SEVERAL,
+    Body,
+    Chunks,
+    Message,
+    Payload,
+    Reference,
+    TensorPart,
+)
 
 if TYPE_CHECKING:  # it imports numpy
     from pipar.privacy.mechanisms import NoiseSource
@@ -29,19 +41,25 @@ class _Cut:
         self._profile = profile
         self._split_point = split_point
         self._direction = direction
-        self._sample_bytes = profile.output_bytes(split_point)
+        of = profile.gradient_bytes if direction == "down" else profile.output_bytes
+        self._sample_bytes = of(split_point)
+        self._several = profile.crossing_bytes(split_point, direction)
 
     def chunk_bytes(self, samples: int, encoding: str) -> list[int]:
-        return self._profile.chunk_bytes(self._split_point, samples, encoding)
+        return self._profile.chunk_bytes(self._split_point, samples, encoding, self._direction)
 
-    def body(self, samples: int, encoding: str, labels: int = 0) -> Body:
+    def body(self, samples: int, encoding: str, labels: int = 0, share: float | None = None) -> Body:
+        """Return a tensor of this size; `share` is that of its bytes which the encoding leaves, if not as profiled."""
         size, dtype = samples * self._sample_bytes + labels, self._profile.dtype
-        if encoding == "raw":
+        if encoding == "raw" and not self._several:
             return Body(size, dtype=dtype)
-        sizes = self._profile.coded_bytes(self._split_point, samples, self._direction, encoding)
+        sizes = self._profile.coded_bytes(self._split_point, samples, self._direction, encoding, share)
         sizes[-1] += labels
         chunks = Chunks(len(sizes), lambda number: Payload(sizes[number]))
         chunks.add(chunks.encode_next())
+        if self._several:
+            parts = tuple(TensorPart((samples, each), "uint8") for each in self._several)
+            return Body(size, encoding=SEVERAL, chunks=chunks, parts=parts)
         shape = (samples, self._sample_bytes // ITEM_BYTES[dtype])
         return Body(size, (), dtype, shape, encoding, chunks)
 
@@ -62,6 +80,13 @@ class SizesOnlySamples:
     def micro_batches(self, epoch: int, positions: Sequence[int], sizes: list[int]) -> list[SizesOnlyPiece]:  # noqa: ARG002
         return [SizesOnlyPiece(size, len(positions)) for size in sizes]
 
+    def references(self, kept: int, positions: Sequence[int], sizes: list[int]) -> list[Reference]:  # noqa: ARG002
+        return [Reference(size, len(positions), Body(size * NUMBER_BYTES, encoding="kept")) for size in sizes]
+
+    @property
+    def varies(self) -> bool:
+        return self.noised_bytes > 0
+
     def with_noise(self, epoch: int, positions: Sequence[int], pieces: list[SizesOnlyPiece]) -> list[SizesOnlyPiece]:  # noqa: ARG002
         return pieces
 
@@ -71,15 +96,27 @@ class SizesOnlyDevicePart:
 
     last_loss: float | None = None
 
-    def __init__(self, profile: Profile, split_point: int, changes_share: float = 1.0) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        split_point: int,
+        changes_share: float = 1.0,
+        share_at: Callable[[Place], float | None] = lambda _: None,
+    ) -> None:
         self._cut = _Cut(profile, split_point, "up")
-        self._weights = Body(profile.parameter_bytes(1, split_point), encoding="safetensors")
+        self._share_at = share_at
+        changing = profile.changing_bytes(1, split_point)
+        self.frozen_bytes = profile.parameter_bytes(1, split_point) - changing
+        self._weights = Body(changing, encoding="safetensors")
         self._changes = Body(round(self._weights.size_bytes * changes_share), encoding="changes")
 
     def forward(self, micro_batch: int, piece: SizesOnlyPiece) -> SizesOnlyPiece:  # noqa: ARG002
         return piece
 
     def backward(self, micro_batch: int, gradient: Any) -> None:
+        pass
+
+    def release(self, micro_batch: int) -> None:
         pass
 
     def step(self) -> None:
@@ -97,8 +134,8 @@ class SizesOnlyDevicePart:
     def chunk_bytes(self, activation: SizesOnlyPiece, encoding: str) -> list[int]:
         return self._cut.chunk_bytes(activation.samples, encoding)
 
-    def encode(self, activation: SizesOnlyPiece, piece: SizesOnlyPiece, encoding: str, place: Place) -> Body:  # noqa: ARG002
-        return self._cut.body(activation.samples, encoding, piece.samples * LABEL_BYTES)
+    def encode(self, activation: SizesOnlyPiece, piece: SizesOnlyPiece, encoding: str, place: Place) -> Body:
+        return self._cut.body(activation.samples, encoding, piece.samples * LABEL_BYTES, self._share_at(place))
 
     def decode(self, message: Message, encoding: str) -> None:  # noqa: ARG002
         return None
@@ -122,8 +159,12 @@ class SizesOnlyDevicePart:
 class SizesOnlyServerPart:
     """Layers P+1..Q: activations and gradients have sizes only."""
 
-    def __init__(self, profile: Profile, split_point: int) -> None:
+    def __init__(
+        self, profile: Profile, split_point: int, share_at: Callable[[Place], float | None] = lambda _: None
+    ) -> None:
+        self._returns_gradients = split_point > profile.frozen_layers
         self._cut = _Cut(profile, split_point, "down")
+        self._share_at = share_at
 
     def decode(self, message: Message, encoding: str) -> int:  # noqa: ARG002
         return message.samples
@@ -137,8 +178,8 @@ class SizesOnlyServerPart:
     def chunk_bytes(self, message: Message, encoding: str) -> list[int]:
         return self._cut.chunk_bytes(message.samples, encoding)
 
-    def encode(self, samples: int, encoding: str, place: Place) -> Body:  # noqa: ARG002
-        return self._cut.body(samples, encoding)
+    def encode(self, samples: int, encoding: str, place: Place) -> Body:
+        return self._cut.body(samples, encoding, share=self._share_at(place)) if self._returns_gradients else EMPTY
 
     def step(self) -> None:
         pass
@@ -153,24 +194,70 @@ class SizesOnlyServerPart:
         pass
 
 
+class SizesOnlyActivations:
+    """Which devices' activations are kept, by size."""
+
+    def __init__(self, limit_bytes: int, sample_bytes: Callable[[str], int], split_point: Callable[[str], int]) -> None:
+        self.limit_bytes = limit_bytes
+        self._sample_bytes = sample_bytes
+        self._split_point = split_point
+        self._devices: dict[str, tuple[int, int, int, int]] = {}  # session, epoch, split point, samples missing
+
+    def epoch_of(self, device: str, session: int) -> int | None:
+        known, epoch, split_point, missing = self._devices.get(device, (0, 0, 0, 1))
+        is_whole = not missing and (known, split_point) == (session, self._split_point(device))
+        return epoch if is_whole else None
+
+    def begin(self, device: str, session: int, epoch: int, samples: int) -> None:
+        fits = samples * self._sample_bytes(device) <= self.limit_bytes
+        self._devices[device] = (session, epoch, self._split_point(device), samples if fits else -1)
+
+    def add(self, device: str, decoded: int) -> int:
+        if device in self._devices:
+            session, epoch, split_point, missing = self._devices[device]
+            self._devices[device] = (session, epoch, split_point, missing - decoded)
+        return decoded
+
+    def refusal(self, device: str) -> str | None:
+        return "they are larger than allowed" if self._devices.get(device, (0, 0, 0, 0))[3] < 0 else None
+
+    def recall(self, device: str, message: Message) -> int:  # noqa: ARG002
+        return message.samples
+
+    def forget_unfinished(self, device: str) -> None:
+        if self._devices.get(device, (0, 0, 0, 0))[3]:
+            del self._devices[device]
+
+
 class SizesOnlyLearner:
     """A global model that has a size only."""
 
-    def __init__(self, profile: Profile, split_points: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        split_points: Mapping[str, int],
+        share_at: Callable[[Place], float | None] = lambda _: None,
+        cache_bytes: int = 0,
+    ) -> None:
         self._profile = profile
+        self._share_at = share_at
         self._split_points = dict(split_points)
+        cut, at_cut = self._split_points.__getitem__, lambda device: profile.output_bytes(self._split_points[device])
+        self.kept = SizesOnlyActivations(cache_bytes, at_cut, cut)
         self._parts: dict[int, SizesOnlyServerPart] = {}
 
     def replica(self, device: str) -> SizesOnlyServerPart:
         split_point = self._split_points[device]
         if split_point not in self._parts:
-            self._parts[split_point] = SizesOnlyServerPart(self._profile, split_point)
+            self._parts[split_point] = SizesOnlyServerPart(self._profile, split_point, self._share_at)
         return self._parts[split_point]
 
     def move_cuts(self, split_points: Mapping[str, int]) -> dict[str, Body]:
-        before = {device: self.part_bytes(device) for device in split_points if device in self._split_points}
+        before = {
+            device: self.part_bytes(device, frozen=False) for device in split_points if device in self._split_points
+        }
         self._split_points.update(split_points)
-        sizes = {device: max(0, self.part_bytes(device) - size) for device, size in before.items()}
+        sizes = {device: max(0, self.part_bytes(device, frozen=False) - size) for device, size in before.items()}
         return {device: Body(size, encoding="safetensors") for device, size in sizes.items()}
 
     def discard_progress(self, device: str) -> None:
@@ -185,15 +272,19 @@ class SizesOnlyLearner:
     def restore_point(self) -> Callable[[], None]:
         return lambda: None
 
-    def pack(self, device: str, *, changes: bool = False) -> Body:
+    def pack(self, device: str, *, changes: bool = False, frozen: bool = True) -> Body:
+        if frozen and not changes:
+            return Body(self.part_bytes(device), encoding="safetensors")
         size = self._profile.exchanged_bytes(self._split_points[device], changes=changes)
         return Body(size, encoding="changes" if changes else "safetensors")
 
-    def part_bytes(self, device: str) -> int:
-        return self._profile.parameter_bytes(1, self._split_points[device])
+    def part_bytes(self, device: str, *, frozen: bool = True) -> int:
+        of = self._profile.parameter_bytes if frozen else self._profile.changing_bytes
+        return of(1, self._split_points[device])
 
-    def model_bytes(self) -> int:
-        return self._profile.parameter_bytes(1, len(self._profile.layers))
+    def model_bytes(self, *, frozen: bool = True) -> int:
+        of = self._profile.parameter_bytes if frozen else self._profile.changing_bytes
+        return of(1, len(self._profile.layers))
 
     def decode(self, device: str, body: Body) -> None:
         pass

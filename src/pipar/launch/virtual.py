@@ -79,7 +79,7 @@ def train_timing_only(
     """Run the same programs with sizes and costs only, without torch; `replan` or `search` makes new plans."""
     server_lanes = _lanes(job.server_costs())
     setup = ServerSetup(
-        learner=SizesOnlyLearner(job.server_profile, job.split_points),
+        learner=SizesOnlyLearner(job.server_profile, job.split_points, cache_bytes=job.config.server.activation_cache),
         validation=(),
         enrolment=ClosedEnrolment(job),
         pool=server_lanes,

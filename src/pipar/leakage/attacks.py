@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipar import random_streams
+from pipar.nn.inputs import as_rows
 
 #: Called with the share of an attack that is done.
 ShareDone = Callable[[float], None]
@@ -84,7 +85,7 @@ class PlainDescent:
         guess = torch.where(white, attacker.highest, attacker.lowest).to(attacker.others.dtype)
         for step in range(self.steps):
             guess.requires_grad_()
-            missed = (attacker.part(guess) - activations).square().sum()
+            missed = (as_rows(attacker.part(guess)) - activations).square().sum()
             # Not backward(): the weights of the part must get no gradients.
             (slope,) = torch.autograd.grad(missed, [guess])
             guess = attacker.inside(guess.detach() - self.rate * slope)
@@ -119,7 +120,7 @@ class Descent:
         size = activations.flatten(1).square().sum(dim=1).clamp_min(1e-12)
         for step in range(self.steps):
             optimizer.param_groups[0]["lr"] = self.learning_rate * (1 + math.cos(math.pi * step / self.steps)) / 2
-            missed = (attacker.part(guess) - activations).flatten(1).square().sum(dim=1) / size
+            missed = (as_rows(attacker.part(guess)) - activations).flatten(1).square().sum(dim=1) / size
             loss = (missed + self.smoothness * total_variation(guess)).sum()
             (guess.grad,) = torch.autograd.grad(loss, [guess])
             optimizer.step()
@@ -231,7 +232,7 @@ def _shape_at_cut(part: nn.Sequential, samples: Tensor) -> tuple[int, ...]:
     hook = last.register_forward_hook(lambda _, inputs, __: before.append(tuple(inputs[0].shape[1:])))
     try:
         with torch.no_grad():
-            output: Tensor = part(samples[:1])
+            output: Tensor = as_rows(part(samples[:1]))
     finally:
         hook.remove()
     return before[-1] if isinstance(last, nn.Flatten) else tuple(output.shape[1:])
@@ -240,7 +241,8 @@ def _shape_at_cut(part: nn.Sequential, samples: Tensor) -> tuple[int, ...]:
 def _seen(attacker: Attacker, samples: Tensor, number: int) -> Tensor:
     """Return the activations that a device would send for these samples."""
     with torch.no_grad():
-        activations: Tensor = attacker.part(with_noise(samples, attacker.noise, attacker.seed, "others", number))
+        noised = with_noise(samples, attacker.noise, attacker.seed, "others", number)
+        activations: Tensor = as_rows(attacker.part(noised))
     return activations
 
 

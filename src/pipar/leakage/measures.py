@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipar.errors import DataError
 from pipar.leakage.attacks import Attack, Attacker, with_noise
 from pipar.leakage.table import MAX_DB, CutLeakage, RebuildQuality
+from pipar.nn.inputs import as_rows
 from pipar.nn.split import split_model
 
 #: Called with what is being done, and the share of all work that is done.
@@ -146,7 +147,7 @@ def measure_cuts(
 
 def _activations(part: nn.Sequential, samples: Tensor) -> Tensor:
     with torch.no_grad():
-        return torch.cat([part(some) for some in torch.split(samples, _AT_ONCE)])
+        return torch.cat([as_rows(part(some)) for some in torch.split(samples, _AT_ONCE)])
 
 
 def _likeness(originals: Tensor, made: Tensor) -> RebuildQuality:

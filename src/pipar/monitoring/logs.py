@@ -35,12 +35,15 @@ from pipar.events import (
     Left,
     Listening,
     Lost,
+    NotKept,
     Observer,
     Pictured,
     Preparing,
     Progress,
     Reconnecting,
     Refused,
+    Reloaded,
+    ReloadFailed,
     ReplanFailed,
     Replanned,
     ReportFailed,
@@ -53,6 +56,7 @@ from pipar.events import (
     Started,
     Starting,
     Stopping,
+    TimeoutsChosen,
     TrackerFailed,
     Trained,
     Waiting,
@@ -82,9 +86,11 @@ _LEVELS: dict[type[Event], int] = {
     BudgetSpent: logging.WARNING,
     Reconnecting: logging.WARNING,
     ReplanFailed: logging.WARNING,
+    NotKept: logging.WARNING,
     ReportFailed: logging.WARNING,
     TrackerFailed: logging.WARNING,
     Expiring: logging.WARNING,
+    ReloadFailed: logging.WARNING,
     Refused: logging.WARNING,
     Barred: logging.ERROR,
     SaveFailed: logging.ERROR,
@@ -221,6 +227,8 @@ class EventDescriber:
                 return f"new plans from round {event.epoch} on{why}: {_plans(event.plans)}"
             case ReplanFailed():
                 return event.reason
+            case NotKept():
+                return not_kept_text(event)
             case Joined():
                 of = f" of {self._wanted}" if self._wanted >= event.devices else ""
                 plural = "" if (self._wanted if of else event.devices) == 1 else "s"
@@ -250,8 +258,10 @@ def _about_devices(event: Event) -> str:
     match event:
         case Waiting():
             return f"waiting for devices: {event.present} of {event.wanted} joined"
+        case TimeoutsChosen():
+            return _timeouts(event)
         case Away():
-            return f"{event.device} lost its connection and has {event.seconds_allowed:.0f} s to reconnect"
+            return f"{event.device} lost its connection and has {event.seconds_allowed:.3g} s to reconnect"
         case Back():
             return f"{event.device} reconnected after {event.away_s:.1f} s"
         case Silent():
@@ -280,11 +290,12 @@ def _about_the_program(event: Event) -> str:
             return f"listening on {event.address}{few}"
         case Barred():
             return f"no device can connect: {event.reason}"
-        case Expiring():
+        case Expiring() | ReloadFailed():
             return event.reason
+        case Reloaded():
+            return event.what
         case Refused():
-            again = "; it may try again" if event.again else ""
-            return f"{event.device or 'an unknown device'} was refused: {event.reason}{again}"
+            return refused_text(event)
         case Saved():
             return f"round {event.epoch} saved in {event.path}"
         case SaveFailed():
@@ -315,10 +326,34 @@ def _about_the_program(event: Event) -> str:
     return f"{event}"  # an event that this version does not know
 
 
+def _timeouts(event: TimeoutsChosen) -> str:
+    chosen = (
+        ("a device without a sign of life is lost after", event.silent_s),
+        ("a broken connection may be resumed for", event.resume_s),
+        ("a device that does not get on is excluded after", event.limit_s),
+    )
+    words = [f"{what} {seconds:.3g} s" for what, seconds in chosen if seconds is not None]
+    return f"timeouts ({event.reason}): {', '.join(words) or 'none'}"
+
+
 def starting_text(event: Starting) -> str:
     """Return the first line of a command: what it prepares, and the address of the server."""
     where = {"server": f"; will listen on {event.where}", "device": f"; server {event.where}"}
     return f"pipar {event.program}: preparing {event.what}{where.get(event.program, '') if event.where else ''}"
+
+
+def refused_text(event: Refused) -> str:
+    """Return which device was refused, and why."""
+    again = "; it may try again" if event.again else ""
+    return f"{event.device or 'an unknown device'} was refused: {event.reason}{again}"
+
+
+def not_kept_text(event: NotKept) -> str:
+    """Return which device sends its activations in every epoch, and why."""
+    return (
+        f"the activations of {event.device} are the same in every epoch, but are not kept: {event.reason}; for fewer "
+        "bytes give a larger server.activation_cache, or TMPDIR on a larger disk"
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -22,17 +22,20 @@ from pipar.errors import (
     is_lack_of_memory,
 )
 from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
+from pipar.nn.frozen import changing_state, frozen_layers, frozen_names
+from pipar.nn.inputs import Inputs, call
+from pipar.nn.kept_activations import KeptActivations
 from pipar.nn.parts import Optimizer, TorchServerPart
 from pipar.nn.runtime import release_model_memory
 from pipar.nn.shared_part import SharedServerPart
 from pipar.nn.snapshot import Snapshot
-from pipar.nn.split import join_states, part_of_state, split_model
+from pipar.nn.split import join_states, part_of_state, split_model, whole_module
 from pipar.nn.tensors import changes_body, check_finite, check_range, read_state, state_body, weights_sha256
 from pipar.wire.messages import Body
 from pipar.wire.orders import TrainedPart
 
 #: A held-out set: for each batch its number of samples and a function that loads it.
-Batches = Sequence[tuple[int, Callable[[], tuple[torch.Tensor, torch.Tensor]]]]
+Batches = Sequence[tuple[int, Callable[[], tuple[Inputs, torch.Tensor]]]]
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class LearnerSettings:
     proximal: float = 0.0  # mu of FedProx
     seed: int = 0  # of the rounding in lossy encodings
     trusts_devices: bool = True  # all devices are the program's own
+    cache_bytes: int = 0  # of each device's activations that are kept at most
+    frozen_layers: int = 0  # first layers without anything to train: their devices need no gradients
 
 
 class TorchLearner:
@@ -62,14 +67,16 @@ class TorchLearner:
         settings: LearnerSettings,
         aggregator: Aggregator | None = None,
     ) -> None:
+        assert settings.frozen_layers <= frozen_layers(model)
         self.model = model
+        self.kept = KeptActivations(settings.cache_bytes, self._part_version)
         self.aggregator = aggregator or FedAvg()
         self._split_points = dict(split_points)
         self._settings = settings
         self._shared = settings.shares_server_model
         self._keep_momentum = settings.keep_momentum
         self._replicas: dict[str, TorchServerPart] = {}
-        self._packed: dict[tuple[int, bool], Body] = {}
+        self._packed: dict[tuple[int, bool, bool], Body] = {}
         self._before: dict[str, torch.Tensor] | None = None  # the previous global model, if it is kept
         self._momentum: dict[str, torch.Tensor] = {}  # of the shared replica, after the last aggregation
 
@@ -78,18 +85,16 @@ class TorchLearner:
         key = "" if self._shared else device
         if key not in self._replicas:
             _, module = split_model(self.model, self._split_points[device])
-            build = (
-                partial(SharedServerPart, trusts_devices=self._settings.trusts_devices)
-                if self._shared
-                else TorchServerPart
-            )
-            replica = build(
-                copy.deepcopy(module),
+            replica = (SharedServerPart if self._shared else TorchServerPart)(
+                _copy_of(module),
                 self._settings.optimizer,
                 classes=self._settings.classes,
                 proximal=self._settings.proximal,
                 rounding=partial(random_streams.generator, self._settings.seed, "rounding", key, "down"),
+                returns_gradients=self._split_points[device] > self._settings.frozen_layers,
             )
+            if isinstance(replica, SharedServerPart):
+                replica.trusts_devices = self._settings.trusts_devices
             replica.set_proximal_target(module.state_dict())
             self._replicas[key] = replica
         return self._replicas[key]
@@ -114,6 +119,7 @@ class TorchLearner:
 
         A shared replica keeps its completed batches; only what an unfinished batch has left is discarded.
         """
+        self.kept.forget_unfinished(device)
         if self._shared:
             for replica in self._replicas.values():
                 replica.discard()
@@ -121,11 +127,17 @@ class TorchLearner:
             self._replicas.pop(device, None)
 
     def keep_replicas_of(self, devices: Collection[str]) -> None:
-        """Free the replicas of all other devices; in a shared replica, their encoding residuals."""
+        """Free the replicas of all other devices, and what is kept of them; in a shared replica, their residuals."""
+        self.kept.keep_only(devices)
         for device in [] if self._shared else self._replicas.keys() - set(devices):
             del self._replicas[device]
         for replica in self._replicas.values():
             replica.keep_errors_of(devices)
+
+    def _part_version(self, device: str) -> str:
+        """Return what identifies the part that a device computes with: its layers, and all that may change in them."""
+        part, _ = split_model(self.model, self._split_points[device])
+        return f"{self._split_points[device]} {weights_sha256(changing_state(part))}"
 
     def rewind_shared_model(self) -> None:
         """Restore a shared replica to its state after the last aggregation: weights, buffers and momentum."""
@@ -139,15 +151,16 @@ class TorchLearner:
         """Return a function that restores the current global model; while it exists, two models are in memory."""
         return partial(self._load, self.state())
 
-    def pack(self, device: str, *, changes: bool = False) -> Body:
+    def pack(self, device: str, *, changes: bool = False, frozen: bool = True) -> Body:
         """Return the device's part of the current global model, or its changes since the previous one.
 
-        Devices with the same split point share the bytes.
+        Without `frozen`, parameters that are not trained are left out: the device has them. Devices with the same
+        split point share the bytes.
         """
-        key = (self._split_points[device], changes)
+        key = (self._split_points[device], changes, frozen)
         if key not in self._packed:
             part, _ = split_model(self.model, key[0])
-            state = part.state_dict()
+            state = part.state_dict() if frozen else changing_state(part)
             if changes and self._before is not None:
                 self._packed[key] = changes_body(state, {name: self._before[name] for name in state})
             else:
@@ -158,7 +171,7 @@ class TorchLearner:
         """Return the tensors of the part that a device returned; raise UnusableModelError if it is no model."""
         part, _ = split_model(self.model, self._split_points[device])
         try:
-            return read_state(body, part.state_dict())
+            return read_state(body, changing_state(part))
         except ProtocolError as error:
             raise UnusableModelError(device, f"{device} returned no valid model: {error}") from None
 
@@ -176,32 +189,35 @@ class TorchLearner:
             aggregated = self._aggregated(part, _ReturnedModels(ordered, self._device_state))
             replica = self.replica(ordered[0].device)
             _check_result(replica.state(), "The shared server-side model")
-            self._load(join_states(aggregated, replica.state()))
+            self._load(join_states(aggregated, changing_state(replica.module)))
             replica.set_proximal_target(rest.state_dict())  # nothing is installed into it
             self._momentum = {name: momentum.clone() for name, momentum in replica.momentum().items()}
         else:
             self._load(self._aggregated(self.model, _ReturnedModels(ordered, self._whole)))
             for back in ordered:
                 replica = self.replica(back.device)
-                state = part_of_state(self.model.state_dict(), replica.module)
+                state = part_of_state(self.model.state_dict(), replica.module, changing_state(replica.module))
                 replica.install(state, keep_momentum=self._keep_momentum)
         self._before = before
 
     def _aggregated(self, module: nn.Module, returned_models: _ReturnedModels) -> dict[str, torch.Tensor]:
         # A weight that two layers share has two names in a state.
         parameters = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
-        aggregated = self.aggregator.aggregate(module.state_dict(), returned_models, parameters)
+        before = changing_state(module)
+        if not before:  # all is frozen, but what devices return is checked
+            return dict(next(iter([model.state for model in returned_models])))
+        aggregated = self.aggregator.aggregate(before, returned_models, parameters - frozen_names(module))
         _check_result(aggregated, "The aggregated model")
         return aggregated
 
     def _whole(self, back: TrainedPart) -> dict[str, torch.Tensor]:
-        replica = self.replica(back.device).state()
+        replica = changing_state(self.replica(back.device).module)
         _check_returned(back.device, replica, f"The server-side model of {back.device}")
         return join_states(self._device_state(back), replica)
 
     def _device_state(self, back: TrainedPart) -> dict[str, torch.Tensor]:
         part, _ = split_model(self.model, self._split_points[back.device])
-        given = part.state_dict()
+        given = changing_state(part)
         state = self.decode(back.device, back.body) if back.state is None else back.state
         wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in given.items()}
         if {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} != wanted:
@@ -213,8 +229,10 @@ class TorchLearner:
 
     @torch.no_grad()
     def _load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take these tensors into the global model; it keeps its others, such as frozen parameters."""
         self._before = None
-        tensors = [*self.model.parameters(), *self.model.buffers()]
+        own = self.model.state_dict(keep_vars=True)
+        tensors = list({id(own[name]): own[name] for name in state}.values())
         outlines = [tensor.to("meta") for tensor in tensors]
         for tensor in tensors:
             tensor.data = tensor.new_empty(0)  # views of the old tensor stay valid
@@ -222,24 +240,24 @@ class TorchLearner:
         release_model_memory(sum(outline.nbytes for outline in outlines))
         for tensor, outline in zip(tensors, outlines, strict=True):
             tensor.data = torch.empty_like(outline, device=tensor.device)
-        self.model.load_state_dict(state)
+        self.model.load_state_dict(state, strict=False)
         self._packed.clear()
 
-    def evaluator(self) -> Callable[[Callable[[], tuple[torch.Tensor, torch.Tensor]]], tuple[float, int]]:
+    def evaluator(self) -> Callable[[Callable[[], tuple[Inputs, torch.Tensor]]], tuple[float, int]]:
         """Return a function that computes the summed loss and the correct answers of a batch, for the current model."""
         # Weights are shared; buffers are copied, because a forward may write to them.
         weights = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in self.model.parameters()}
-        model = copy.deepcopy(self.model, weights).eval()
+        model = copy.deepcopy(whole_module(self.model), weights).eval()
         return lambda load: evaluate_batch(model, *load())
 
-    def part_bytes(self, device: str) -> int:
-        """Return the size of the device's part."""
+    def part_bytes(self, device: str, *, frozen: bool = True) -> int:
+        """Return the size of the device's part, with or without its frozen parameters."""
         part, _ = split_model(self.model, self._split_points[device])
-        return sum(tensor.nbytes for tensor in part.state_dict().values())
+        return sum(tensor.nbytes for tensor in (part.state_dict() if frozen else changing_state(part)).values())
 
-    def model_bytes(self) -> int:
-        """Return the size of the whole model."""
-        return sum(tensor.nbytes for tensor in self.state().values())
+    def model_bytes(self, *, frozen: bool = True) -> int:
+        """Return the size of the whole model, with or without its frozen parameters."""
+        return sum(tensor.nbytes for tensor in (self.state() if frozen else changing_state(self.model)).values())
 
     def state(self) -> dict[str, torch.Tensor]:
         return self.model.state_dict()
@@ -288,6 +306,11 @@ class TorchLearner:
     def _momentum_stays(self) -> bool:
         # A shared replica always keeps it: its weights are never replaced by an average.
         return self._keep_momentum or self._shared
+
+
+def _copy_of(module: nn.Sequential) -> nn.Sequential:
+    """Return a copy of a part that shares the frozen parameters, which never change."""
+    return copy.deepcopy(module, {id(weight): weight for weight in module.parameters() if not weight.requires_grad})
 
 
 def _check_returned(device: str, state: Mapping[str, torch.Tensor], what: str) -> None:
@@ -341,8 +364,8 @@ class _ReturnedModels:
 
 
 @torch.no_grad()
-def evaluate_batch(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
+def evaluate_batch(model: nn.Module, inputs: Inputs, labels: torch.Tensor) -> tuple[float, int]:
     """Return the loss summed over the samples, and the number of correct predictions."""
-    output = model(inputs)
+    output = call(model, inputs)
     loss = F.cross_entropy(output, labels, reduction="sum")
     return loss.item(), int((output.argmax(dim=1) == labels).sum())

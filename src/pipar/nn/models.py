@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,14 +11,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 
 from pipar.errors import ModelError
 from pipar.nn.blocks import NORMS
+from pipar.nn.inputs import InputForm, call
+from pipar.nn.line import Line
 from pipar.nn.mobilenet import mobilenetv3_large, mobilenetv3_small
+from pipar.nn.own_backward import hooked_parameter
 from pipar.nn.resnet import resnet18, resnet101
 from pipar.nn.vgg import vgg5, vgg16
 
 InputShape = tuple[int, int, int]
+
+
+#: What to do about weights on other devices.
+_ON_THE_CPU = {"meta": "build it with values, outside of torch.device('meta')"}
+
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -64,29 +75,51 @@ def build_model(
         return network.build(input_shape, classes, norm).to(dtype)
 
 
-def check_sequential(model: object) -> nn.Sequential:
-    """Return the model if it can be cut: an nn.Sequential of at least one layer that runs its layers in order."""
-    if not isinstance(model, nn.Sequential):
-        raise ModelError(
-            f"the model is a {type(model).__name__}, but it must be a torch.nn.Sequential: "
-            "it is cut after one of its children."
-        )
-    if type(model).forward is not nn.Sequential.forward:
-        raise ModelError(
-            f"{type(model).__name__} has its own forward, but a model that is to be cut must run its "
-            "layers one after another: move that code into the layers."
-        )
-    if len(model) == 0:
+def check_module(model: object) -> nn.Module:
+    """Return the model if it is an nn.Module with weights on the CPU and without hooks on them.
+
+    An nn.Sequential must have layers.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model is a {type(model).__name__}, but it must be a torch.nn.Module.")
+    if isinstance(model, nn.Sequential) and len(model) == 0:
         raise ModelError("the model is an nn.Sequential without layers: give it at least one.")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"the model's {name} has no shape yet, because its layer is lazy: run a batch through it first."
+            )
+        if tensor.device.type != "cpu":
+            raise ModelError(
+                f"the model's {name} is on the device '{tensor.device}', but training starts on the CPU: "
+                f"{_ON_THE_CPU.get(tensor.device.type, 'call model.cpu() first')}."
+            )
+    if hooked := hooked_parameter(model):
+        raise ModelError(
+            f"the model's {hooked} has a hook on its gradient, which is lost in copies of the model: remove the "
+            "hook, or change the gradient in a torch.autograd.Function of the forward."
+        )
     return model
 
 
-def check_fits(model: nn.Sequential, input_shape: tuple[int, ...], classes: int) -> None:
-    """Raise unless the model maps a batch of inputs of this shape to (batch, classes); the model is not changed."""
-    given = "x".join(map(str, input_shape))
+def is_sequential(model: nn.Module) -> bool:
+    """Return True for a network that runs its children one after another, and can so be cut after each of them.
+
+    Parts of a network do not have its own train() and hooks: with these, it is no plain sequence.
+    """
+    if not isinstance(model, nn.Sequential) or any(getattr(model, hooks) for hooks in _FORWARD_HOOKS):
+        return False
+    return type(model).forward is nn.Sequential.forward and type(model).train is nn.Sequential.train
+
+
+def check_fits(model: nn.Module, inputs: Sequence[int] | InputForm, classes: int) -> None:
+    """Raise unless the model maps a batch of inputs of this form to (batch, classes); the model is not changed."""
+    given = InputForm.given(inputs)
+    if given.names is not None:
+        _check_names(model, given.names)
     try:
-        output: object = _run_on_zeros(model, input_shape)
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        output: object = _run_on_example(model, given)
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(f"the model does not take inputs of {given}: {reason}.") from error
     if not isinstance(output, Tensor):
@@ -99,13 +132,15 @@ def check_fits(model: nn.Sequential, input_shape: tuple[int, ...], classes: int)
 
 
 def uses_batch_statistics(model: nn.Module) -> bool:
-    """Return True if a layer normalises over the batch: gradients then depend on how the batch is cut."""
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+    """Return True if samples of a batch influence each other: gradients then depend on how the batch is cut."""
+    is_known = isinstance(model, Line) and model.mixes_samples
+    return is_known or any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def uses_dropout(model: nn.Module) -> bool:
     """Return True if a layer has dropout."""
-    return any(_dropout_rate(module) > 0 for module in model.modules())
+    is_known = isinstance(model, Line) and model.is_random
+    return is_known or any(_dropout_rate(module) > 0 for module in model.modules())
 
 
 def _dropout_rate(module: nn.Module) -> float:
@@ -140,12 +175,27 @@ def _check_input(name: str, network: Network, input_shape: InputShape, classes: 
         raise ModelError(f"{classes} classes are too few for {name}: at least 2 are needed.")
 
 
-def _run_on_zeros(model: nn.Sequential, input_shape: tuple[int, ...]) -> object:
-    """Return the output for two inputs of zeros, with the dtype and torch device of the weights."""
+def _check_names(model: nn.Module, names: Collection[str]) -> None:
+    """Raise ModelError unless a forward takes a dictionary with these names."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    missing = [name for name, one in named.items() if one.default is one.empty and name not in names]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    unknown = [] if takes_any else [name for name in names if name not in named]
+    if missing or unknown:
+        wrong = f"there is no {missing[0]!r}" if missing else f"it takes no {unknown[0]!r}"
+        raise ModelError(
+            f"the samples are dictionaries with {', '.join(names)}, but the model's forward takes "
+            f"{', '.join(named) or 'none of them'}: {wrong}. Give the names that it takes."
+        )
+
+
+def _run_on_example(model: nn.Module, form: InputForm) -> object:
+    """Return the output for two inputs of this form, with the dtype and torch device of the weights."""
     floating = (parameter for parameter in model.parameters() if parameter.is_floating_point())
     like = next(floating, torch.empty(0))
     with _evaluating(model), torch.no_grad():
-        output: object = model(like.new_zeros((2, *input_shape)))
+        output: object = call(model, form.example(2, like.dtype, like.device))
     return output
 
 

@@ -7,8 +7,9 @@ wherever the network and the batch are cut. We differ from the paper here: it sc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,10 @@ from torch.nn import functional as F
 
 from pipar.errors import InputError, ProtocolError
 from pipar.execution.work import Place
+from pipar.nn import crossing
+from pipar.nn.crossing import Received, read_activations
+from pipar.nn.frozen import changing_state, frozen_bytes, frozen_names
+from pipar.nn.inputs import Inputs, call, mapped, rebuilt, split_rows, tensors_of
 from pipar.nn.rectified import is_rectified
 from pipar.nn.runtime import release_model_memory
 from pipar.nn.tensors import (
@@ -30,17 +35,33 @@ from pipar.nn.tensors import (
     read_tensor,
     state_body,
     tensor_body,
+    unmasked,
 )
 from pipar.privacy import mechanisms
 from pipar.wire.encodings import chunk_bytes, is_sparse
-from pipar.wire.messages import ITEM_BYTES, Body, Message, tensor_bytes
+from pipar.wire.messages import (
+    EMPTY,
+    ITEM_BYTES,
+    NUMBER_BYTES,
+    SEVERAL,
+    Body,
+    Message,
+    Reference,
+    numbers_body,
+    tensor_bytes,
+)
+
+#: What a device's part gives: one tensor, or several.
+Crossing = torch.Tensor | tuple[torch.Tensor, ...]
+#: The same at the server.
+Activation = torch.Tensor | Received
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Inputs and labels of one micro-batch, and the number of samples in its whole batch."""
 
-    inputs: torch.Tensor
+    inputs: Inputs
     labels: torch.Tensor
     batch_samples: int
     sent_labels: torch.Tensor | None = None  # the labels that the server gets, if they differ
@@ -51,13 +72,18 @@ class MicroBatch:
 
 
 def cut_micro_batches(
-    inputs: torch.Tensor, labels: torch.Tensor, sizes: list[int], sent_labels: torch.Tensor | None = None
+    inputs: Inputs, labels: torch.Tensor, sizes: list[int], sent_labels: torch.Tensor | None = None
 ) -> list[MicroBatch]:
     """Return the micro-batches of a batch, in order, as views."""
     total = len(labels)
-    cut = (torch.split(inputs, sizes), torch.split(labels, sizes))
+    cut = (split_rows(inputs, sizes), torch.split(labels, sizes))
     others = [None] * len(sizes) if sent_labels is None else torch.split(sent_labels, sizes)
     return [MicroBatch(x, y, total, other) for x, y, other in zip(*cut, others, strict=True)]
+
+
+def reference(numbers: bytes, batch_samples: int) -> Reference:
+    """Return a micro-batch by the 32-bit numbers of its samples' activations, which the server has kept."""
+    return Reference(len(numbers) // NUMBER_BYTES, batch_samples, numbers_body(numbers))
 
 
 @dataclass(frozen=True)
@@ -76,6 +102,15 @@ class Optimizer:
         return torch.optim.SGD(
             parameters, lr=self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay
         )
+
+
+def tensors_at(activation: Activation) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that have crossed the cut."""
+    return activation.tensors if isinstance(activation, Received) else (activation,)
+
+
+def _outline(activation: Activation) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(one.shape[1:], one.dtype) for one in tensors_at(activation)]
 
 
 #: The name of a parameter's momentum in torch's optimiser state.
@@ -131,20 +166,28 @@ class Part:
         They are not copied: the caller must not modify them during the round.
         """
         if self._proximal > 0:
-            self._global = {name: state[name].detach() for name, _ in self.module.named_parameters()}
+            trained = (name for name, weight in self.module.named_parameters() if weight.requires_grad)
+            self._global = {name: state[name].detach() for name in trained}
 
     def state(self) -> dict[str, torch.Tensor]:
         return self.module.state_dict()
 
     def install(self, state: Mapping[str, torch.Tensor], *, keep_momentum: bool) -> None:
-        """Load weights and buffers; unless it is kept, momentum is reset."""
+        """Load weights and buffers; unless it is kept, momentum is reset. Frozen parameters may be left out."""
         try:
-            self.module.load_state_dict(state)
+            keys = self.module.load_state_dict(state, strict=False)
         except RuntimeError as error:
             raise ProtocolError(f"The peer's model does not fit this part of the network: {error}.") from None
+        wrong = [*keys.unexpected_keys, *(name for name in keys.missing_keys if name not in self._may_be_missing())]
+        if wrong:
+            raise ProtocolError(f"The peer's model does not fit this part of the network: {wrong[0]!r} is in only one.")
         if not keep_momentum:
             self._torch_optimizer = self._optimizer.over(self.module)
         self.set_proximal_target(state)
+
+    def _may_be_missing(self) -> frozenset[str]:
+        """Return the names that a model for this part need not have."""
+        return frozen_names(self.module)
 
     def carry_momentum_from(self, before: Part) -> Body:
         """Copy the momentum of the layers that stay on this side of the cut; return that of the layers that leave.
@@ -203,30 +246,48 @@ class TorchDevicePart(Part):
         proximal: float = 0.0,
         rounding: Generators | None = None,
         keeps_base: bool = False,
+        each_alone: bool = False,
     ) -> None:
         super().__init__(module, optimizer, proximal=proximal, rounding=rounding)
         self._keeps_base = keeps_base
+        self._each_alone = each_alone  # compute each sample by itself
         self._base: dict[str, torch.Tensor] | None = (
             None  # the last received model, if changes relative to it are needed
         )
+        self._is_installed = False  # a model has come, with the frozen parameters
         self._has_loss = has_loss
         self.last_loss: float | None = None  # mean over the last batch, if the device computes it
-        self._outputs: dict[int, torch.Tensor] = {}  # by micro-batch, until its backward
+        self._outputs: dict[int, Crossing] = {}  # by micro-batch, until its backward
         self.loss_sum = 0.0
 
-    def forward(self, micro_batch: int, piece: MicroBatch) -> torch.Tensor:
+    def forward(self, micro_batch: int, piece: MicroBatch) -> Crossing:
         """Return the activations a_n at the cut; for P = Q the loss, which stays on the device."""
-        output: torch.Tensor = self.module(piece.inputs)
+        output = self._one_by_one(piece) if self._each_alone else call(self.module, piece.inputs)
         if self._has_loss:
             output = F.cross_entropy(output, piece.labels, reduction="sum") / piece.batch_samples
             self.last_loss = output.item()
             self.loss_sum += self.last_loss * piece.batch_samples
-        self._outputs[micro_batch] = output
-        return output
+        activation: Crossing = output
+        self._outputs[micro_batch] = activation
+        return activation
 
-    def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> None:
+    def _one_by_one(self, piece: MicroBatch) -> Any:
+        """Return the activations of each sample by itself: in a batch, their last bits depend on its other samples."""
+        alone = (mapped(one, torch.clone) for one in split_rows(piece.inputs, [1] * piece.samples))
+        rows = [call(self.module, one) for one in alone]
+        return rebuilt(rows[0], map(torch.cat, zip(*map(tensors_of, rows), strict=True)))
+
+    def release(self, micro_batch: int) -> None:
+        """Free the activations of a micro-batch that has no backward."""
+        del self._outputs[micro_batch]
+
+    def backward(self, micro_batch: int, gradient: torch.Tensor | Sequence[torch.Tensor] | None) -> None:
         """Accumulate g(M^c_k | g(a_n)), and free the activations of this micro-batch."""
         output = self._outputs.pop(micro_batch)
+        if isinstance(output, tuple):
+            torch.autograd.backward([one for one in output if one.requires_grad], gradient)
+            return
+        assert not isinstance(gradient, Sequence)
         if gradient is not None and gradient.shape != output.shape:
             raise ProtocolError(f"A gradient of shape {tuple(gradient.shape)} came for {tuple(output.shape)}.")
         if output.requires_grad:  # not where the part has no weights
@@ -245,19 +306,25 @@ class TorchDevicePart(Part):
         self.loss_sum = 0.0
         self._torch_optimizer = self._optimizer.over(self.module)
 
-    def chunk_bytes(self, activation: torch.Tensor, encoding: str) -> list[int]:
+    def chunk_bytes(self, activation: Crossing, encoding: str) -> list[int]:
+        if isinstance(activation, tuple):
+            return crossing.chunk_bytes(list(map(crossing.part_of, activation)))
         return chunk_bytes(tuple(activation.shape), activation.element_size(), encoding)
 
-    def encode(self, activation: torch.Tensor, piece: MicroBatch, encoding: str, place: Place = ()) -> Body:
-        lossy = self._encoding_errors.of(activation, encoding, place)
+    def encode(self, activation: Crossing, piece: MicroBatch, encoding: str, place: Place = ()) -> Body:
         labels = piece.labels if piece.sent_labels is None else piece.sent_labels
+        if isinstance(activation, tuple):
+            return crossing.activation_body(activation, labels, encoding, self._encoding_errors, place)
+        lossy = self._encoding_errors.of(activation, encoding, place)
         return tensor_body(activation, labels, encoding=encoding, lossy=lossy)
 
-    def decode(self, message: Message, encoding: str) -> torch.Tensor:
+    def decode(self, message: Message, encoding: str) -> torch.Tensor | list[torch.Tensor]:
         """Return g(a_n); a sparse encoding has values only where a_n is not zero, as a ReLU passes no others on."""
+        output = self._outputs.get(message.micro_batch)
+        if isinstance(output, tuple):
+            return crossing.read_gradients(message, encoding, output)
         if not is_sparse(encoding):
             return read_tensor(message, encoding)
-        output = self._outputs.get(message.micro_batch)
         if output is None:
             raise ProtocolError(f"The server sent {message}, but no such micro-batch awaits a gradient.")
         if output.requires_grad and not is_rectified(output):
@@ -281,10 +348,9 @@ class TorchDevicePart(Part):
                 tensor.clamp_(min=0.0)
 
     def _take_back(self, base: Mapping[str, torch.Tensor]) -> None:
-        """Reset what gets no noise: frozen weights, and integers other than the batch counters.
+        """Reset what gets no noise and is sent: integers other than the batch counters.
 
-        They differ from their received values only if a module stores data in them, such as averaged weights or label
-        counts.
+        They differ from their received values only if a module stores data in them, such as label counts.
         """
         # Shared tensors under all of their names.
         weights, buffers = (
@@ -292,7 +358,7 @@ class TorchDevicePart(Part):
         )
         noised = {name for name, weight in weights if weight.requires_grad}
         noised |= {name for name, buffer in buffers if buffer.is_floating_point()}
-        for name, tensor in self.state().items():
+        for name, tensor in changing_state(self.module).items():
             if name not in noised and not name.endswith(_ITERATIONS):
                 tensor.copy_(base[name])
 
@@ -309,11 +375,14 @@ class TorchDevicePart(Part):
     def pack(self, *, changes: bool = False) -> Body:
         """Return the trained weights without copying them, or their changes since they were received.
 
+        Frozen parameters are left out: the server has them.
+
         They stay unmodified until the next model is installed. The server sends that model only after it has these
         weights or has given up on them, and then it ignores the rest of this message.
         """
         base = self._base if changes else None
-        body = state_body(self.state()) if base is None else changes_body(self.state(), base)
+        state = changing_state(self.module)
+        body = state_body(state) if base is None else changes_body(state, base)
         # Gradients are freed: the next model needs their memory.
         release_model_memory(body.size_bytes)
         return body
@@ -321,7 +390,17 @@ class TorchDevicePart(Part):
     def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None:
         state = read_state(body, self._base)
         self.install(state, keep_momentum=keep_momentum)
-        self._base = state if self._keeps_base else None
+        self._is_installed = True
+        changing = changing_state(self.module) if self._keeps_base else {}
+        self._base = {name: state[name] for name in changing} if self._keeps_base else None
+
+    def _may_be_missing(self) -> frozenset[str]:
+        return super()._may_be_missing() if self._is_installed else frozenset()
+
+    @property
+    def frozen_bytes(self) -> int:
+        """The bytes of the parameters that only the first model has."""
+        return frozen_bytes(self.module)
 
 
 class TorchServerPart(Part):
@@ -335,48 +414,60 @@ class TorchServerPart(Part):
         classes: int,
         proximal: float = 0.0,
         rounding: Generators | None = None,
+        returns_gradients: bool = True,
     ) -> None:
         super().__init__(module, optimizer, proximal=proximal, rounding=rounding)
         self._classes = classes
+        self._returns_gradients = returns_gradients  # False: the device has nothing to train
         # A leaf that requires a gradient cannot be overwritten. A network cut before nn.ReLU(inplace=True) would try
         # to, also through a view of its input, such as nn.Flatten returns.
         self._overwrites_input = any(getattr(layer, "inplace", False) for layer in module.modules())
-        self._takes: tuple[torch.Size, torch.dtype] | None = None  # of one sample's activation, as first received
+        self._takes: list[tuple[torch.Size, torch.dtype]] | None = None  # of one sample's tensors, as first received
         self.loss_sum = 0.0
+        self._prepare()
 
-    def decode(self, message: Message, encoding: str) -> tuple[torch.Tensor, torch.Tensor, int]:
-        activation = read_tensor(message, encoding)
-        if self._takes not in (None, (activation.shape[1:], activation.dtype)):
+    def _prepare(self) -> None:
+        """Prepare what a subclass adds, when everything else is constructed."""
+
+    def decode(self, message: Message, encoding: str) -> tuple[Activation, torch.Tensor, int]:
+        several = message.body.encoding == SEVERAL
+        activation = read_activations(message, encoding) if several else read_tensor(message, encoding)
+        if self._takes not in (None, _outline(activation)):
             raise ProtocolError(f"{message} has a different shape or dtype than the activations before it.")
-        check_range([activation], str(message))
+        given = (one if one.requires_grad or not several else unmasked(one) for one in tensors_at(activation))
+        check_range(given, str(message))
         return activation, read_labels(message, self._classes), message.batch_samples
 
-    def forward(self, decoded: tuple[torch.Tensor, torch.Tensor, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, decoded: tuple[Activation, torch.Tensor, int]) -> tuple[Activation, torch.Tensor]:
         """Return the activations and the loss of one micro-batch: its share of the batch's mean loss."""
         activation, labels, batch_samples = decoded
-        activation.requires_grad_()
+        if isinstance(activation, torch.Tensor):
+            activation.requires_grad_(self._returns_gradients)
         loss = self._loss(activation, labels) / batch_samples
+        if isinstance(activation, Received):
+            check_range([loss], "The loss of a micro-batch")  # its masks may have any effect
         self.loss_sum += loss.item() * batch_samples
         return activation, loss
 
-    def _loss(self, activation: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the summed loss; raise ProtocolError if these layers cannot take a device's first activation."""
+    def _loss(self, activation: Activation, labels: torch.Tensor) -> torch.Tensor:
+        """Return the summed loss; raise ProtocolError if these layers cannot take what a device sent."""
+        given = tensors_at(activation)
         try:
-            output = self.module(activation.clone() if self._overwrites_input else activation)
+            output = self.module(*(one.clone() for one in given) if self._overwrites_input else given)
             loss = F.cross_entropy(output, labels, reduction="sum")
-        except (RuntimeError, ValueError, IndexError) as error:
-            if self._takes is not None:
-                raise  # not the shape's fault
-            given = f"{tuple(activation.shape)} in {activation.dtype}"
-            raise ProtocolError(f"The layers after the cut do not take activations of {given}: {error}") from error
-        self._takes = (activation.shape[1:], activation.dtype)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            # Later it is not the shape's fault; an index out of range is always the device's.
+            if self._takes is not None and not isinstance(error, IndexError):
+                raise
+            shapes = ", ".join(f"{tuple(one.shape)} in {one.dtype}" for one in given)
+            raise ProtocolError(f"The layers after the cut do not take activations of {shapes}: {error}") from error
+        self._takes = _outline(activation)
         return loss
 
-    def backward(self, forwarded: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Accumulate g(M^s_k | a_n) and return a_n with its gradient g(a_n)."""
+    def backward(self, forwarded: tuple[Activation, torch.Tensor]) -> Activation:
+        """Accumulate g(M^s_k | a_n) and return a_n with its gradient g(a_n), if the device needs that."""
         activation, loss = forwarded
         torch.autograd.backward(loss)
-        assert activation.grad is not None
         return activation
 
     def discard(self) -> None:
@@ -386,9 +477,16 @@ class TorchServerPart(Part):
     def chunk_bytes(self, message: Message, encoding: str) -> list[int]:
         """Return the sizes of the gradient's chunks: it has the shape of the activations in the message."""
         tensor_bytes(message)
+        if message.body.encoding == SEVERAL:
+            return crossing.chunk_bytes(crossing.gradient_parts(message.body.parts))
         return chunk_bytes(message.body.shape, ITEM_BYTES[message.body.dtype], encoding)
 
-    def encode(self, activation: torch.Tensor, encoding: str, place: Place = ()) -> Body:
+    def encode(self, activation: Activation, encoding: str, place: Place = ()) -> Body:
+        """Return the gradient of a micro-batch's activations; an empty body if the device has nothing to train."""
+        if not self._returns_gradients:
+            return EMPTY
+        if isinstance(activation, Received):
+            return crossing.gradient_body(activation, encoding, self._encoding_errors, place)
         kept = not_zero(activation) if is_sparse(encoding) else None
         assert activation.grad is not None
         return tensor_body(

@@ -19,13 +19,15 @@ takes seconds and 80 MB.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
+
+from pipar.nn.inputs import InputForm, Inputs, call, mapped, tensors_of
 
 # contiguous() is a clone. A one-dimensional pool is a two-dimensional one between unsqueeze and squeeze.
 _RESHAPING = {
@@ -37,15 +39,18 @@ _MAX_POOLING = {
     "MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0",
     "AdaptiveMaxPool2DBackward0", "AdaptiveMaxPool3DBackward0",
 }  # fmt: skip
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Attributes of a module that hold its hooks.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def rectified_cuts(model: nn.Sequential, input_shape: tuple[int, ...]) -> frozenset[int]:
+def rectified_cuts(model: nn.Sequential, inputs: Sequence[int] | InputForm) -> frozenset[int]:
     """Return each split point P for which layers 1..P end in a ReLU or a max-pool of one, reshaped or not.
 
+    Where several tensors cross, it is enough that one of them does: only that one is then sent without its zeros.
+
     The search ends at the first layer for which this cannot be known: it has hooks, its forward depends on values, or
-    autograd does not record all of it. Copies of the layers run in train mode on two samples of zeros with
-    `input_shape`; the model and the random state stay unchanged.
+    autograd does not record all of it. Copies of the layers run in train mode on two samples; the model and the random
+    state stay unchanged.
     """
     floating = (weight for weight in model.parameters() if weight.is_floating_point())
     like = next(floating, torch.empty(0))
@@ -53,13 +58,13 @@ def rectified_cuts(model: nn.Sequential, input_shape: tuple[int, ...]) -> frozen
     found = set()
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         # A clone, because a leaf that requires a gradient cannot be overwritten in place.
-        output = like.new_zeros((2, *input_shape)).requires_grad_().clone()
+        output: Inputs = mapped(InputForm.given(inputs).example(2, like.dtype, like.device), _differentiable)
         for split_point, layer in enumerate(model, start=1):
             recorded = _recorded(layer, output, own)
             if recorded is None:
                 break
             output = recorded
-            if is_rectified(output):  # checked now, as the next layer may overwrite it
+            if any(map(is_rectified, tensors_of(recorded))):  # checked now, as the next layer may overwrite it
                 found.add(split_point)
     return frozenset(found)
 
@@ -81,7 +86,11 @@ def _is_relu(node: Node) -> bool:
     return node.name() == "ReluBackward0"
 
 
-def _recorded(layer: nn.Module, inputs: Tensor, own: Mapping[int, Tensor]) -> Tensor | None:
+def _differentiable(tensor: Tensor) -> Tensor:
+    return tensor.requires_grad_().clone() if tensor.is_floating_point() else tensor
+
+
+def _recorded(layer: nn.Module, inputs: Inputs, own: Mapping[int, Tensor]) -> Inputs | None:
     """Return the output of a copy of the layer in train mode; None if it is no tensor, or its graph is incomplete.
 
     A copy, because a forward may change the layer's state. It shares the layer's weights, which may be large.
@@ -92,10 +101,14 @@ def _recorded(layer: nn.Module, inputs: Tensor, own: Mapping[int, Tensor]) -> Te
     try:
         training = copy.deepcopy(layer, dict[int, Any](own)).train()
         with watch:
-            output: object = training(inputs)
+            output: object = call(training, inputs)
     except Exception:  # noqa: BLE001 - user code may raise anything; the layer then counts as unknown
         return None
-    return output if isinstance(output, Tensor) and not watch.found else None
+    if watch.found:
+        return None
+    if isinstance(output, tuple) and getattr(layer, "gives_several", False):
+        return output
+    return output if isinstance(output, Tensor) else None
 
 
 class _Watch(TorchFunctionMode):
@@ -130,4 +143,4 @@ def _shows_numbers(function: Any, result: object) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(getattr(inner, hooks) for inner in module.modules() for hooks in _HOOKS)
+    return any(getattr(inner, hooks) for inner in module.modules() for hooks in HOOKS)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from statistics import median
 
 import torch
-from torch import nn
 
 from pipar.errors import ProtocolError, UnusableStepError
 from pipar.execution.work import Place
-from pipar.nn.parts import Optimizer, TorchServerPart
-from pipar.nn.tensors import LARGEST_NORM, Generators, check_range
+from pipar.nn.parts import Activation, TorchServerPart
+from pipar.nn.tensors import LARGEST_NORM, check_range
 from pipar.wire.messages import Body
 
 #: Weights below this mean size, such as those that start at 0, count as this large when a step is compared with them.
@@ -21,38 +21,36 @@ _SMALL_WEIGHT = 0.2
 _LARGEST_STEP = 100.0  # of any device: all of them may diverge together
 _LARGEST_FIRST_STEP = 1.0  # while no other device has made one to compare with
 _USUAL_STEP = 0.1  # larger ones are compared with other devices' gradients
-#: How far the statistics of batch normalisation may grow in one round.
-_LARGEST_STATISTIC = 1000.0
-#: A gradient of this many times the median of other devices' latest ones is unusual.
+#: How far the means of batch normalisation may grow in one round.
+_LARGEST_MEAN = 1000.0
+#: A gradient, or a batch's mean, of this many times the median of other devices' latest ones is unusual.
 _UNUSUAL_FACTOR = 30.0
+#: The same for a batch's statistics; a variance is the square of a deviation.
+_UNUSUAL = {"running_mean": _UNUSUAL_FACTOR, "running_var": _UNUSUAL_FACTOR**2}
+_LARGEST = {"running_mean": _LARGEST_MEAN, "running_var": _LARGEST_MEAN**2}
+#: A device's batches that are remembered, by their largest numbers: single ones may be small by chance, as after
+#: dropout or in a batch of few samples.
+_BATCHES = 4
 
 
 class SharedServerPart(TorchServerPart):
     """Layers P+1..Q for all devices. Each batch counts whole or not at all: weights, momentum and batch statistics.
 
-    Where devices are not trusted, a batch that changes the model far more than batches of other devices is refused. A
+    Unless `trusts_devices` is set, a batch that changes the model far more than batches of other devices is refused. A
     training whose devices are all its own may diverge as it would in plain torch, up to numbers that overflow.
     """
 
-    def __init__(
-        self,
-        module: nn.Sequential,
-        optimizer: Optimizer,
-        *,
-        classes: int,
-        proximal: float = 0.0,
-        rounding: Generators | None = None,
-        trusts_devices: bool = False,
-    ) -> None:
-        super().__init__(module, optimizer, classes=classes, proximal=proximal, rounding=rounding)
-        self._trusts_devices = trusts_devices
+    trusts_devices = False
+
+    def _prepare(self) -> None:
         self._device = ""  # whose batch is being trained
-        self._gradients: dict[str, float] = {}  # by device: the norm of the last one that was applied
+        self._gradients: dict[str, deque[float]] = {}  # by device: norms of the last ones that counted
+        self._statistics: dict[str, deque[dict[str, float]]] = {}  # by device: those of the last batches that counted
         self._kept_buffers: dict[str, torch.Tensor] = {}  # as they were after the last whole batch
         self._keep_buffers()
         self._largest_buffers = self._measured_buffers()  # the largest values at the start of the round
 
-    def encode(self, activation: torch.Tensor, encoding: str, place: Place = ()) -> Body:
+    def encode(self, activation: Activation, encoding: str, place: Place = ()) -> Body:
         self._device = str(place[3]) if len(place) > 3 else ""
         return super().encode(activation, encoding, place)
 
@@ -60,8 +58,10 @@ class SharedServerPart(TorchServerPart):
         """Apply the gradients of a batch, or raise UnusableStepError and change nothing."""
         gradient = self._check_weights()
         self._check_buffers()
+        statistics = self._check_statistics()
         super().step()
-        self._gradients[self._device] = gradient
+        self._gradients.setdefault(self._device, deque(maxlen=_BATCHES)).append(gradient)
+        self._statistics.setdefault(self._device, deque(maxlen=_BATCHES)).append(statistics)
         self._takes = None  # the next batch is another device's, which must not be held to this one's shape
         self._keep_buffers()
 
@@ -77,7 +77,7 @@ class SharedServerPart(TorchServerPart):
         step = settings.learning_rate * moved
         count = sum(weight.numel() for weight in weights)
         usual = max(size, _SMALL_WEIGHT * math.sqrt(count))
-        most = math.inf if self._trusts_devices else self._largest_step(gradient) * usual
+        most = math.inf if self.trusts_devices else self._largest_step(gradient) * usual
         if not (step <= most and size + step <= LARGEST_NORM):
             raise UnusableStepError(
                 f"Its batch would change the weights of the shared server-side model by {step:.3g}, and at most "
@@ -92,7 +92,7 @@ class SharedServerPart(TorchServerPart):
         A device whose gradient is far above the others' ruins the model for them. If all gradients are large, the
         training diverges, and no device is to blame.
         """
-        others = [norm for device, norm in self._gradients.items() if device != self._device]
+        others = [max(norms) for device, norms in self._gradients.items() if device != self._device]
         if not others:
             return _LARGEST_FIRST_STEP
         return _LARGEST_STEP if gradient <= _UNUSUAL_FACTOR * median(others) else _USUAL_STEP
@@ -103,13 +103,44 @@ class SharedServerPart(TorchServerPart):
             check_range(self._buffers().values(), "The shared server-side model, after its batch,")
         except ProtocolError as error:
             raise UnusableStepError(str(error)) from None
-        for name, largest in self._measured_buffers().items() if not self._trusts_devices else ():
-            most = _LARGEST_STATISTIC * max(self._largest_buffers.get(name, 0.0), 1.0)
+        for name, largest in self._measured_buffers().items() if not self.trusts_devices else ():
+            factor = _LARGEST.get(name.rpartition(".")[2], _LARGEST_MEAN)
+            most = factor * max(self._largest_buffers.get(name, 0.0), 1.0)
             if largest > most:
                 raise UnusableStepError(
                     f"Its batch would bring {name} of the shared server-side model to {largest:.3g}, and at most "
                     f"{most:.3g} is allowed in this round: the device's activations are far larger than the others'."
                 )
+
+    def _check_statistics(self) -> dict[str, float]:
+        """Return the largest statistic of the batch in each buffer, or raise if it is far above other devices'.
+
+        Batches are compared, not running averages: those can be raised by a little in every batch.
+        """
+        own = self._batch_statistics()
+        others = [known for device, known in self._statistics.items() if device != self._device]
+        for name, largest in own.items() if others and not self.trusts_devices else ():
+            unusual = _UNUSUAL[name.rpartition(".")[2]]
+            usual = median(max(batch.get(name, 0.0) for batch in known) for known in others)
+            most = unusual * max(usual, 1.0)
+            if largest > most:
+                raise UnusableStepError(
+                    f"Its batch has {name} of {largest:.3g} in the shared server-side model, and at most {most:.3g} is "
+                    "allowed: the device's activations are far larger than the others'."
+                )
+        return own
+
+    def _batch_statistics(self) -> dict[str, float]:
+        """Return the largest means and variances of the batch, b = r + (r' - r) / m, from running averages r and r'."""
+        found = {}
+        for place, layer in self.module.named_modules():
+            share: float = getattr(layer, "momentum", None) or 0.0
+            for name in _UNUSUAL if share else ():
+                buffer, full = getattr(layer, name, None), f"{place}.{name}" if place else name
+                if isinstance(buffer, torch.Tensor) and buffer.numel() and full in self._kept_buffers:
+                    before = self._kept_buffers[full]
+                    found[full] = _largest(before + (buffer - before) / share)
+        return found
 
     def discard(self) -> None:
         """Discard an unfinished batch: its gradients, and what its forward has changed in the buffers."""
@@ -125,9 +156,10 @@ class SharedServerPart(TorchServerPart):
         self._largest_buffers = self._measured_buffers()
 
     def keep_errors_of(self, devices: Collection[str]) -> None:
-        """Drop what is known of all other devices: encoding residuals, and the norms of gradients."""
+        """Drop what is known of all other devices: encoding residuals, gradients' norms, and batch statistics."""
         super().keep_errors_of(devices)
-        self._gradients = {device: norm for device, norm in self._gradients.items() if device in devices}
+        self._gradients = {device: norms for device, norms in self._gradients.items() if device in devices}
+        self._statistics = {device: known for device, known in self._statistics.items() if device in devices}
 
     def _keep_buffers(self) -> None:
         self._kept_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
@@ -135,13 +167,18 @@ class SharedServerPart(TorchServerPart):
     def _measured_buffers(self) -> dict[str, float]:
         """Return the largest magnitude in each buffer, by name."""
         return {
-            name: buffer.abs().max().item()
+            name: _largest(buffer)
             for name, buffer in self._buffers().items()
             if buffer.is_floating_point() and buffer.numel()
         }
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return dict(self.module.named_buffers())
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest magnitude."""
+    return float(tensor.abs().max())
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> float:

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 from torch import Tensor, nn
 
 from pipar.errors import PlanError
+from pipar.nn.line import Line
 
 
 def layer_count(model: nn.Sequential) -> int:
     """Return Q, the number of layers; the network can be cut after each of them."""
     return len(model)
+
+
+def named_layers(model: nn.Sequential) -> dict[str, nn.Module]:
+    """Return the layers in their order; a layer that occurs twice has both of its names."""
+    if isinstance(model, Line):
+        return dict(model.stages)
+    return {name: layer for name, layer in model._modules.items() if layer is not None}
+
+
+def whole_module(model: nn.Sequential) -> nn.Module:
+    """Return the module to evaluate: the user's own, where stages were made of it for training."""
+    return model.whole if isinstance(model, Line) else model
+
+
+def layer_bytes(model: nn.Sequential) -> list[int]:
+    """Return the bytes of each layer's weights and buffers."""
+    if isinstance(model, Line):
+        return [model.owned_bytes(name) for name in model.stages]
+    return [sum(tensor.nbytes for tensor in layer.state_dict().values()) for layer in named_layers(model).values()]
 
 
 def split_model(model: nn.Sequential, split_point: int) -> tuple[nn.Sequential, nn.Sequential]:
@@ -28,10 +48,9 @@ def split_model(model: nn.Sequential, split_point: int) -> tuple[nn.Sequential, 
             f"split point {split_point} is outside 1..{layers}: the model has {layers} layers. "
             "For plain federated learning use --method fl."
         )
-    # named_children() would leave out a layer that occurs twice.
-    children = list(model._modules.items())
-    device_part = _part(children[:split_point], training=model.training)
-    server_part = _part(children[split_point:], training=model.training)
+    names = list(named_layers(model))
+    device_part = some_layers(model, names[:split_point])
+    server_part = some_layers(model, names[split_point:])
     _refuse_sharing(device_part, server_part, split_point)
     return device_part, server_part
 
@@ -47,9 +66,11 @@ def join_states(device_state: Mapping[str, Tensor], server_state: Mapping[str, T
     return {**device_state, **server_state}
 
 
-def part_of_state(state: Mapping[str, Tensor], part: nn.Module) -> dict[str, Tensor]:
-    """Return the entries of a whole model's state that belong to this part, in the part's order."""
-    names = part.state_dict().keys()
+def part_of_state(
+    state: Mapping[str, Tensor], part: nn.Module, names: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Return the entries of a whole model's state that belong to this part, in the part's order, or some of them."""
+    names = part.state_dict().keys() if names is None else names
     missing = [name for name in names if name not in state]
     if missing:
         raise PlanError(
@@ -58,11 +79,15 @@ def part_of_state(state: Mapping[str, Tensor], part: nn.Module) -> dict[str, Ten
     return {name: state[name] for name in names}
 
 
-def _part(children: Sequence[tuple[str, nn.Module | None]], *, training: bool) -> nn.Sequential:
+def some_layers(model: nn.Sequential, names: Sequence[str]) -> nn.Sequential:
     """Return these layers as a separate network with the same names."""
-    part = nn.Sequential(OrderedDict((name, layer) for name, layer in children if layer is not None))
+    if isinstance(model, Line):
+        part: nn.Sequential = model if len(names) == len(model) else model.part(names)
+    else:
+        layers = named_layers(model)
+        part = nn.Sequential(OrderedDict((name, layers[name]) for name in names))
     # Not part.train(): that would change the layers, which belong to the model too.
-    part.training = training
+    part.training = model.training
     return part
 
 

@@ -168,6 +168,13 @@ def check_range(tensors: Iterable[torch.Tensor], of: str) -> None:
             )
 
 
+def unmasked(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without the values that masks have: infinite ones, and the lowest of its dtype."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.masked_fill(tensor.isinf() | (tensor == torch.finfo(tensor.dtype).min), 0.0)
+
+
 def _is_finite(tensor: torch.Tensor) -> bool:
     # A sum needs no memory and is finite only if all values are. A sum of huge values may overflow: then check each.
     return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
@@ -200,17 +207,19 @@ class EncodingErrors:
 
     def __init__(self, rounding: Generators | None) -> None:
         self._rounding = rounding
-        self._lossy: dict[Place, Lossy] = {}  # by the part of a place after its micro-batch: the device
+        # By the part of a place after its micro-batch, which is the device, and the tensor's number at the cut.
+        self._lossy: dict[tuple[Place, int], Lossy] = {}
 
-    def of(self, tensor: torch.Tensor, encoding: str, place: Place) -> Lossy | None:
+    def of(self, tensor: torch.Tensor, encoding: str, place: Place, number: int = 0) -> Lossy | None:
         """Return the residual and random numbers for encoding this tensor; None if the encoding is exact."""
         if encoding not in LOSSY:
             return None
-        device = place[3:]
-        if device not in self._lossy:
-            self._lossy[device] = Lossy(residual=Residual(tensor[0].numel()))
-        lossy = self._lossy[device]
-        lossy.rng = None if self._rounding is None else self._rounding(*place)
+        key = (place[3:], number)
+        if key not in self._lossy:
+            self._lossy[key] = Lossy(residual=Residual(tensor[0].numel()))
+        lossy = self._lossy[key]
+        drawn = (*place, number) if number else place
+        lossy.rng = None if self._rounding is None else self._rounding(*drawn)
         return lossy
 
     def take(self) -> tuple[float, float] | None:
@@ -225,8 +234,8 @@ class EncodingErrors:
 
     def keep_only(self, devices: Collection[str]) -> None:
         """Drop the residuals of all other devices."""
-        for device in [device for device in self._lossy if not set(device) <= set(devices)]:
-            del self._lossy[device]
+        for key in [key for key in self._lossy if not set(key[0]) <= set(devices)]:
+            del self._lossy[key]
 
 
 # --- model states

@@ -77,7 +77,7 @@ class ExchangeBound:
 
     def _part(self, member: Member, rate_bps: float | None, split_point: int) -> tuple[int, str]:
         changes = self._fleet.sends_changes(member, rate_bps)
-        return self._fleet.server.profile.parameter_bytes(1, split_point), "changes" if changes else "raw"
+        return self._fleet.server.profile.changing_bytes(1, split_point), "changes" if changes else "raw"
 
     def _on_link_s(self, member: Member, rate_bps: float | None, split_point: int) -> float:
         """Return how long a part is on the link, without the headers of its frames."""

@@ -144,18 +144,25 @@ def _least_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float, fl
     """Return the shortest iteration of a device alone, the time of its busiest lane, and the server's for it."""
     profile, p = member.costs.profile, plan.split_point
     pieces = fleet.pieces(fleet.batch_size, plan.micro_batches)
-    forward = {m: member.costs.seconds(Work("fc", last_layer=p, samples=m)) for m in set(pieces)}
-    backward = {m: member.costs.seconds(Work("bc", last_layer=p, samples=m)) for m in set(pieces)}
-    step = member.costs.seconds(Work("step", last_layer=p))
+    trains, steady, fresh = fleet.trains(p), fleet.is_steady(p), 1.0 - fleet.recalled_share(member, plan)
+    forward = {
+        m: fresh * member.costs.seconds(Work("fc", last_layer=p, samples=m, chunks=m if steady else 1))
+        for m in set(pieces)
+    }
+    backward = {m: member.costs.seconds(Work("bc", last_layer=p, samples=m)) if trains else 0.0 for m in set(pieces)}
+    step = member.costs.seconds(Work("step", last_layer=p)) if trains else 0.0
     computed = math.fsum(forward[m] + backward[m] for m in pieces) + step
     if p == fleet.layers:
         return computed, computed, 0.0
     served = {m: _served_s(fleet, p, m) for m in set(pieces)}
     coded = {m: _coded_s(fleet, member, plan, m) for m in set(pieces)}
-    bits = {m: m * profile.output_bytes(p) * 8 for m in set(pieces)}
-    shares = (profile.share(p, "up", plan.up), fleet.server.profile.share(p, "down", plan.down))
-    up = {m: _over(bits[m] * shares[0], member.link.up_bps) for m in set(pieces)}
-    down = {m: _over(bits[m] * shares[1], member.link.down_bps) for m in set(pieces)}
+    sent, back = profile.output_bytes(p) * 8, fleet.server.profile.gradient_bytes(p) * 8
+    shares = (
+        fresh * profile.share(p, "up", plan.up),
+        fleet.server.profile.share(p, "down", plan.down) if trains else 0.0,
+    )
+    up = {m: _over(m * sent * shares[0], member.link.up_bps) for m in set(pieces)}
+    down = {m: _over(m * back * shares[1], member.link.down_bps) for m in set(pieces)}
     total = math.fsum(served[m] + coded[m][1] for m in pieces)
     lane = max(
         computed,
@@ -180,12 +187,19 @@ def _served_s(fleet: Fleet, p: int, samples: int) -> float:
 def _coded_s(fleet: Fleet, member: Member, plan: Plan, samples: int) -> tuple[float, float]:
     """Return how long the device and the server encode and decode one micro-batch's tensors at the cut."""
     profile, p = fleet.server.profile, plan.split_point
-    size = samples * profile.output_bytes(p)
-    up, down = (len(profile.chunk_bytes(p, samples, encoding)) for encoding in (plan.up, plan.down))
+    size, back = samples * profile.output_bytes(p), samples * profile.gradient_bytes(p)
+    up = len(profile.chunk_bytes(p, samples, plan.up, "up"))
+    down = len(profile.chunk_bytes(p, samples, plan.down, "down"))
     device, server = member.costs, fleet.server
+    if not fleet.trains(p):
+        fresh = 1.0 - fleet.recalled_share(member, plan)
+        return (
+            fresh * device.coding_s("encode", plan.up, size, up),
+            fresh * server.coding_s("decode", plan.up, size, up),
+        )
     return (
-        device.coding_s("encode", plan.up, size, up) + device.coding_s("decode", plan.down, size, down),
-        server.coding_s("decode", plan.up, size, up) + server.coding_s("encode", plan.down, size, down),
+        device.coding_s("encode", plan.up, size, up) + device.coding_s("decode", plan.down, back, down),
+        server.coding_s("decode", plan.up, size, up) + server.coding_s("encode", plan.down, back, down),
     )
 
 

@@ -91,17 +91,17 @@ def _exchanged(fleet: Fleet, plans: Mapping[str, Plan]) -> list[Work]:
     decoded = [cuts[m.name] for m in fleet.members if fleet.sends_changes(m, m.link.up_bps)]
     packed = {(cuts[m.name], fleet.sends_changes(m, m.link.down_bps)) for m in fleet.members}
     return [
-        *(decoding(profile.parameter_bytes(1, cut)) for cut in decoded),
+        *(decoding(profile.changing_bytes(1, cut)) for cut in decoded),
         Work("aggregate", size_bytes=fleet.averaged_bytes),
         *(
-            Work("pack", size_bytes=profile.parameter_bytes(1, cut), encoding="changes" if changed else "raw")
+            Work("pack", size_bytes=profile.changing_bytes(1, cut), encoding="changes" if changed else "raw")
             for cut, changed in sorted(packed)
         ),
     ]
 
 
 def _computed_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float]:
-    size = fleet.server.profile.parameter_bytes(1, plan.split_point)
+    size = fleet.server.profile.changing_bytes(1, plan.split_point)
     ways = (("pack", member.link.up_bps), ("install", member.link.down_bps))
     forms = {kind: "changes" if fleet.sends_changes(member, rate) else "raw" for kind, rate in ways}
     device_s = sum(member.costs.seconds(Work(kind, size_bytes=size, encoding=forms[kind])) for kind in forms)

@@ -78,7 +78,8 @@ class Costs:
     def seconds(self, work: Work) -> float:
         """Return how long the work takes.
 
-        fc, fs, bc and bs depend on layers first_layer..last_layer and `samples`; step on those layers' parameters; load
+        fc, fs, bc and bs depend on layers first_layer..last_layer and `samples`, of which each of `chunks` equal parts
+        is computed by itself; step on those layers' parameters; load
         and validate (the whole network forward) on `samples`; aggregate, noise and protect (clipping and noise) on
         `size_bytes`; encode, decode, pack and install on `size_bytes` and the encoding. A model is "raw", or encoded as
         its "changes".
@@ -88,11 +89,11 @@ class Costs:
             return by_size[0] + by_size[1] * work.chunks + by_size[2] * work.size_bytes
         if work.kind == "load":
             return self.profile.load_s * work.samples / self.speed
-        key = (work.kind, work.first_layer, work.last_layer, work.samples)
+        key = (work.kind, work.first_layer, work.last_layer, work.samples // work.chunks)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._compute(work) / self.speed
-        return known
+            known = self._known[key] = self._compute(replace(work, samples=key[3])) / self.speed
+        return known * work.chunks
 
     def coding_s(self, kind: str, encoding: str, size_bytes: int, chunks: int = 1) -> float:
         """Return the seconds to encode or to decode some bytes, counted before encoding, in some chunks."""
@@ -140,7 +141,7 @@ class Costs:
         # A stage without layers is a mistake of the caller, and would go unnoticed as a stage that takes no time.
         assert 1 <= work.first_layer <= work.last_layer <= len(self.profile.layers), work
         if work.kind == "step":
-            size_bytes = self.profile.parameter_bytes(work.first_layer, work.last_layer)
+            size_bytes = self.profile.changing_bytes(work.first_layer, work.last_layer)
             return self.profile.step_s + self.profile.step_s_per_byte * size_bytes
         assert work.kind in _FORWARD + _BACKWARD, work
         times = self._layer_times(work.kind in _FORWARD, work.samples)

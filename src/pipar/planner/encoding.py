@@ -45,9 +45,11 @@ def _best(fleet: Fleet, member: Member, split_point: int, samples: int) -> tuple
     rectified = fleet.server.profile.layers[split_point - 1].rectified
     if member.encoding != "auto":
         given = member.encoding if rectified else encodings.dense(member.encoding)
-        return given, given
+        return given, given if fleet.trains(split_point) else "raw"
     device, server, link = member.costs, fleet.server, member.link
     up = _quickest(device, server, split_point, samples, "up", link.up_bps, rectified=rectified)
+    if not fleet.trains(split_point):
+        return up, "raw"
     down = _quickest(server, device, split_point, samples, "down", link.down_bps, rectified=rectified)
     return up, down
 
@@ -68,7 +70,7 @@ def _quickest(
     profile = sender.profile  # in a timing-only run, tensors are as large as the sender's profile says
 
     def seconds(encoding: str) -> float:
-        chunks = profile.chunk_bytes(split_point, samples, encoding)
+        chunks = profile.chunk_bytes(split_point, samples, encoding, direction)
         size = sum(chunks)
         encode_s = _coding_only_s(sender, "encode", encoding, size, len(chunks))
         sent_s = size * profile.share(split_point, direction, encoding) * 8 / rate_bps

@@ -13,6 +13,7 @@ from pipar.links import Link
 from pipar.methods import Method, Plan
 from pipar.planner.costs import Costs
 from pipar.units import LIMITLESS_BPS
+from pipar.wire.encodings import LOSSY
 
 Auto = Literal["auto"]
 
@@ -70,16 +71,33 @@ class Fleet:
     leaky_cuts: frozenset[int] = frozenset()  # split points that are not allowed because they reveal too much
     protects: bool = False  # devices clip their updates and add noise before they send them
     noised_bytes: int = 0  # of one sample, to which a device adds noise when it is loaded
+    steady_layers: int = 0  # first layers whose activations are the same in every epoch
+    cache_bytes: int = 0  # of a device's activations that the server keeps at most
+    recalled: float = 0.0  # the share of epochs in which devices refer to activations that the server has kept
 
     @property
     def averaged_bytes(self) -> int:
         """The bytes that one core reads to average the models of all devices."""
-        whole = self.server.profile.parameter_bytes(1, self.layers)
+        whole = self.server.profile.changing_bytes(1, self.layers)
         return round(whole * len(self.members) * self.averaged)
 
     @property
     def layers(self) -> int:
         return len(self.server.profile.layers)
+
+    def trains(self, split_point: int) -> bool:
+        """Return whether a device with these layers has anything to train: otherwise it gets no gradients."""
+        return split_point > self.server.profile.frozen_layers
+
+    def is_steady(self, split_point: int) -> bool:
+        """Return whether a device with these layers computes each sample by itself, the same in every epoch."""
+        return split_point <= self.steady_layers and split_point < self.layers
+
+    def recalled_share(self, member: Member, plan: Plan) -> float:
+        """Return the share of epochs in which a device computes and sends nothing but references."""
+        size = member.samples * self.server.profile.output_bytes(plan.split_point)
+        keeps = self.is_steady(plan.split_point) and plan.up not in LOSSY and size <= self.cache_bytes
+        return self.recalled if keeps else 0.0
 
     def changes_below_bps(self, member: Member) -> float:
         """Return the rate of a link below which sending the changes of a model is faster than sending the model.

@@ -54,7 +54,8 @@ def full_batch_times(
     where the gradient is as large as the activation. P = Q is federated learning: no communication, nothing on the
     server.
 
-    `shares` are the shares of the bytes, up and down, that encodings leave; the paper has no encodings.
+    `shares` are the shares of the bytes, up and down, that encodings leave; the paper has no encodings. Nothing comes
+    back to a device with only frozen layers, which the paper does not have either.
     """
     layers = _layers_of_both(device.profile, server.profile)
 
@@ -68,13 +69,15 @@ def full_batch_times(
         return server.layers_s(kind, split_point + 1, layers, batch_size)
 
     size_bytes = device.profile.output_bytes(split_point) * batch_size
+    back_bytes = device.profile.gradient_bytes(split_point) * batch_size
+    trains = split_point > server.profile.frozen_layers
     return StageTimes(
         fc=on_device("fc"),
         u=_transfer_s(size_bytes * shares[0], link.up_bps),
         fs=on_server("fs"),
         bs=on_server("bs"),
-        d=_transfer_s(size_bytes * shares[1], link.down_bps),
-        bc=on_device("bc"),
+        d=_transfer_s(back_bytes * shares[1], link.down_bps) if trains else 0.0,
+        bc=on_device("bc") if trains else 0.0,
     )
 
 
@@ -98,7 +101,8 @@ def batches_to_fill_idle_time(times: StageTimes) -> int:
 
     f_s sums layers P+1..Q. The paper prints 1..P there, against its own definition.
     """
-    idle, filling = times.u + times.fs + times.bs + times.d, min(times.fc, times.bc)
+    has_backward = times.d > 0 or times.bc > 0
+    idle, filling = times.u + times.fs + times.bs + times.d, min(times.fc, times.bc) if has_backward else times.fc
     if idle == 0:
         return 1
     if filling == 0:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from statistics import median_low
 from typing import TypeVar
 
 from pipar.links import Link
-from pipar.methods import Plan
+from pipar.methods import METHODS, Plan
 from pipar.planner.calibration import Calibration, MachineHistory, calibrated
 from pipar.planner.compute_load import ComputeLoad, compute_loads, server_contention
 from pipar.planner.fleet import Fleet
@@ -36,6 +37,9 @@ _MOST_FACTOR = 5.0
 _SAMPLE = 32
 #: and of at most this many micro-batches, which take less than a tenth of a second.
 _MOST_MICRO_BATCHES = 4000
+#: Devices describe themselves. One that claims to compute for longer than this many times the median of all is forecast
+#: to need this many times as long as the others, so that its claim does not lengthen their rounds.
+_CREDIBLE = 25.0
 
 
 class Predictor:
@@ -49,6 +53,7 @@ class Predictor:
         self._planned_with = Calibration()
         self._stability = _LinkStability()
         self._tried: dict[str, frozenset[int]] = {}
+        self._recalled: dict[int, frozenset[str]] = {}  # by epoch: devices that refer to activations kept before
         self._remember(plans)
 
     @property
@@ -65,6 +70,16 @@ class Predictor:
         for name, plan in plans.items():
             self._tried[name] = self._tried.get(name, frozenset()) | {plan.split_point}
 
+    def recall(self, epoch: int, devices: Collection[str]) -> None:
+        """Note that these devices refer to activations that the server has kept, in this epoch."""
+        self._recalled[epoch] = self._recalled.get(epoch, frozenset()) | frozenset(devices)
+
+    def _as_recalled(self, fleet: Fleet, epoch: int | None = None) -> Fleet:
+        """Return the fleet with the share of devices that refer to kept activations in an epoch, or in the last one."""
+        devices = self._recalled.get(max(self._recalled, default=0) if epoch is None else epoch, frozenset())
+        share = sum(member.name in devices for member in fleet.members) / max(1, len(fleet.members))
+        return replace(fleet, recalled=share)
+
     def measure_links(self, epoch: int, measured: Mapping[str, MeasuredLink]) -> None:
         """Take the links that an epoch's traffic showed; a direction with little traffic keeps its known rate."""
         before = self._links[max(self._links)] if self._links else {m.name: m.link for m in self.fleet.members}
@@ -75,11 +90,14 @@ class Predictor:
 
     def learn(self, epoch: int, device_s: Mapping[str, float], server_s: float) -> None:
         """Take how long the devices and the server's cores computed in an epoch, and calibrate."""
-        fit, plans, fleet = self._fits[max(self._fits)], _at(self._plans, epoch), self.fleet.of(device_s)
+        fit, plans = self._fits[max(self._fits)], _at(self._plans, epoch)
+        fleet = self._as_recalled(self.fleet.of(device_s), epoch)
         # From the profiles, each device by itself: with factors shared by a group, single devices could diverge.
         profiled, served = compute_loads(fleet, plans)
         learned = {
-            name: _learned(fit.of(name), busy, device_s[name]) for name, busy in profiled.items() if name in device_s
+            name: _learned(fit.of(name), busy, device_s[name])
+            for name, busy in profiled.items()
+            if name in device_s and not fleet.recalled
         }
         server = fit.server
         if served.seconds * server.latest > _TELLING_S:
@@ -91,6 +109,7 @@ class Predictor:
         self._plans = entries_from(self._plans, epoch + 1)
         self._links = entries_from(self._links, epoch + 1)
         self._fits = entries_from(self._fits, epoch + 1)
+        self._recalled = {number: devices for number, devices in self._recalled.items() if number >= epoch}
 
     def has_learned(self) -> bool:
         """Return whether machines differ, or links are more stable, than in the last search for plans."""
@@ -103,12 +122,12 @@ class Predictor:
     def fleet_for(self, epoch: int) -> Fleet:
         """Return the fleet as known when an epoch began."""
         links = _at(self._links, epoch) if any(first <= epoch for first in self._links) else {}
-        return calibrated(self.fleet, replace(_at(self._fits, epoch), links=links))
+        return self._as_recalled(calibrated(self.fleet, replace(_at(self._fits, epoch), links=links)), epoch)
 
     def now(self) -> Fleet:
         """Return the fleet as known now: calibrated machines, and links as last measured."""
         links = self._links[max(self._links)] if self._links else {}
-        return calibrated(self.fleet, replace(self._fits[max(self._fits)], links=links))
+        return self._as_recalled(calibrated(self.fleet, replace(self._fits[max(self._fits)], links=links)))
 
     def latest(self, links: Mapping[str, Link]) -> Fleet:
         """Return the fleet as known now, with these links, to search plans for."""
@@ -130,6 +149,42 @@ def predict_s(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
     few = fleet.sampled(_SAMPLE)
     iterations = _MOST_MICRO_BATCHES // sum(plans[member.name].micro_batches for member in few.members)
     return steady_epoch_s(simulate, few, plans, max(FEWEST_ITERATIONS, min(STEADY_ITERATIONS, iterations)))
+
+
+def forecast_rounds(fleet: Fleet, plans: Mapping[str, Plan], slowest_bps: float) -> dict[str, tuple[float, float]]:
+    """Return the seconds of a round for each device: with the links that are known, and over the slowest links.
+
+    Devices that train one at a time are forecast each by itself. Where they share a server-side model otherwise, these
+    are the sums over all devices, each by itself: how they take turns is not simulated. What a device claims about
+    itself changes the forecasts of the others by a bounded factor.
+    """
+    loads, _ = compute_loads(fleet, plans)
+    most_s = _CREDIBLE * median_low(load.seconds for load in loads.values())
+    usual = fleet.of([name for name, load in loads.items() if load.seconds <= most_s])
+    slow = replace(usual, members=tuple(replace(one, link=_slower(one.link, slowest_bps)) for one in usual.members))
+    known_s, slowest_s = (_rounds_s(of, plans) for of in (usual, slow))
+    longest_s, slowest = max(known_s.values()), max(slowest_s.values())
+    doubtful = (_CREDIBLE * longest_s, _CREDIBLE * longest_s + slowest)
+    return {name: (known_s[name], slowest_s[name]) if name in known_s else doubtful for name in loads}
+
+
+def _rounds_s(fleet: Fleet, plans: Mapping[str, Plan]) -> dict[str, float]:
+    names = [member.name for member in fleet.members]
+    if not fleet.method.shares_server_model:
+        return dict.fromkeys(names, predict_s(fleet, plans))
+    alone = replace(fleet, method=METHODS["sfl"])
+    each_s = {
+        member.name: seconds
+        for kind in fleet.device_kinds()
+        for seconds in [predict_s(replace(alone, members=kind[:1]), plans)]
+        for member in kind
+    }
+    return each_s if fleet.method.one_device_at_a_time else dict.fromkeys(names, sum(each_s.values()))
+
+
+def _slower(link: Link, most_bps: float) -> Link:
+    up_bps, down_bps = (min(rate or math.inf, most_bps) for rate in (link.up_bps, link.down_bps))
+    return Link(up_bps=up_bps, down_bps=down_bps, latency_s=link.latency_s)
 
 
 class _LinkStability:

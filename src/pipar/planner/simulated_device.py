@@ -21,11 +21,14 @@ class SimulatedDevice:
         "answered", "batch", "chunks", "compute_s", "decode_free", "decoded_at", "decoding", "down_free",
         "down_s", "encode_free", "encoded", "encoding", "ends", "forwarded", "inbox", "io_free", "latency", "loaded",
         "loads", "member", "order", "place", "plan", "returned", "returned_at", "served", "serving", "slower", "splits",
-        "stepped", "times", "up_began", "up_free", "up_s", "waits_for", "watched", "working",
+        "stepped", "times", "trains", "up_began", "up_free", "up_s", "waits_for", "watched", "working",
     )  # fmt: skip
 
-    def __init__(self, member: Member, plan: Plan, times: list[BatchTimes], *, splits: bool, watched: bool) -> None:
+    def __init__(
+        self, member: Member, plan: Plan, times: list[BatchTimes], *, splits: bool, trains: bool, watched: bool
+    ) -> None:
         self.member, self.plan, self.times, self.splits, self.watched = member, plan, times, splits, watched
+        self.trains = trains  # it has something to train, and gets gradients
         self.latency = member.link.latency_s
         # The device's compute lane: its batch, the order of its stages, and the place in that order.
         self.working: BatchTimes | None = None
@@ -72,7 +75,8 @@ def simulated_devices(
         if disturb:
             times = [disturb(member.name, number, batch) for number, batch in enumerate(times, start=1)]
         splits = plan.split_point < fleet.layers
-        devices.append(SimulatedDevice(member, plan, times, splits=splits, watched=member.name == watch))
+        trains, watched = fleet.trains(plan.split_point), member.name == watch
+        devices.append(SimulatedDevice(member, plan, times, splits=splits, trains=trains, watched=watched))
     return devices
 
 
@@ -81,17 +85,21 @@ class Distribution:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self.part_bytes = cache(partial(fleet.server.profile.parameter_bytes, 1))
+        profile = fleet.server.profile
+        self.part_bytes = cache(partial(profile.changing_bytes, 1))
+        self._whole_bytes = cache(partial(profile.parameter_bytes, 1))
 
     def send(self, devices: Sequence[SimulatedDevice], now: float, *, changes: bool) -> tuple[float, dict[str, float]]:
         """Return when the last part was packed, and when each device has installed its own.
 
-        The part of one split point is packed once whole, and once as changes for devices on slow links.
+        The part of one split point is packed once whole, and once as changes for devices on slow links. The first one,
+        without `changes`, has the frozen parameters.
         """
+        size_of = self.part_bytes if changes else self._whole_bytes
         packed: set[tuple[int, bool]] = set()
         installed = {}
         for device in devices:
-            member, size = device.member, self.part_bytes(device.plan.split_point)
+            member, size = device.member, size_of(device.plan.split_point)
             changed = changes and self._fleet.sends_changes(member, member.link.down_bps)
             form = "changes" if changed else "raw"
             key = (device.plan.split_point, changed)

@@ -166,7 +166,8 @@ class _Epoch:
             device.working = None
             return
         device.working = device.times[number]
-        device.order = _order(len(device.working.fc), device.plan.window)
+        # References to activations that the server has kept are all sent at the same time.
+        device.order = _order(len(device.working.fc), device.plan.window if any(device.working.fc) else 0)
         device.place = device.forwarded = device.encoded = device.answered = 0
         device.decoded_at = []
         self._compute_next(device, now)
@@ -190,7 +191,7 @@ class _Epoch:
                 device.waits_for = n
                 return
         device.compute_s += end - now
-        if device.watched:
+        if device.watched and (device.trains or kind == "fc"):
             self._span(device, COMPUTE, kind, n + 1, now, end)
         self._schedule(end, _COMPUTED, device)
 
@@ -300,10 +301,12 @@ class _Epoch:
     def _decode(self, device: SimulatedDevice, now: float) -> None:
         assert device.working is not None
         n, io_free = len(device.decoded_at), device.io_free
-        begin = now if now > io_free else io_free
-        device.io_free = device.decode_free = ready = begin + device.working.decode[n]
+        begin = ready = now
+        if device.trains:  # otherwise the answer is empty
+            begin = now if now > io_free else io_free
+            device.io_free = device.decode_free = ready = begin + device.working.decode[n]
         device.decoded_at.append(ready)
-        if device.watched:
+        if device.watched and device.trains:
             self._span(device, IO, "decode", n + 1, begin, ready)
         if device.waits_for == n:
             device.waits_for = -1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipar.execution.work import Work
@@ -12,7 +12,7 @@ from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
 from pipar.profiling.profile import Profile
 from pipar.wire.frames import CHUNK_BYTES, HEADER_BYTES
-from pipar.wire.messages import LABEL_BYTES
+from pipar.wire.messages import LABEL_BYTES, NUMBER_BYTES
 
 #: Frames of encoded tensors carry their shape.
 _CODED_HEADER_BYTES = HEADER_BYTES + 2 * 4
@@ -65,51 +65,92 @@ def work_key(member: Member, plan: Plan) -> tuple[object, ...]:
 
 
 def batch_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTimes:
-    """Return the seconds of every stage of a batch of `batch` samples; P = Q has only compute."""
+    """Return the seconds of every stage of a batch of `batch` samples; P = Q has only compute.
+
+    If the server keeps activations, they are the mean over epochs that send them and epochs that refer to them.
+    """
+    sent, share = _sent_times(fleet, member, plan, batch), fleet.recalled_share(member, plan)
+    return _mean_times(fleet, member, plan, batch, sent, share) if share else sent
+
+
+def _mean_times(fleet: Fleet, member: Member, plan: Plan, batch: int, sent: BatchTimes, recalled: float) -> BatchTimes:
+    """Return the times with a share of epochs in which a device only refers to activations."""
+    pieces, server = fleet.pieces(batch, plan.micro_batches), fleet.server
+    at_cut = server.profile.output_bytes(plan.split_point)
+
+    def mean(usual: list[float], other: Callable[[int], float]) -> list[float]:
+        return [(1 - recalled) * one + recalled * other(m) for one, m in zip(usual, pieces, strict=True)]
+
+    def saved_s(m: int) -> float:
+        """Return how much longer the server decodes activations than it looks them up."""
+        chunks = len(server.profile.chunk_bytes(plan.split_point, m, plan.up, "up"))
+        usual_s = server.coding_s("decode", plan.up, m * (at_cut + LABEL_BYTES), chunks)
+        return usual_s - server.coding_s("decode", "raw", m * NUMBER_BYTES)
+
+    nothing: Callable[[int], float] = lambda _: 0.0  # noqa: E731
+    return replace(
+        sent,
+        load=(1 - recalled) * sent.load,
+        fc=mean(sent.fc, nothing),
+        encode=mean(sent.encode, nothing),
+        u=mean(sent.u, lambda m: transfer_s(m * NUMBER_BYTES, member.link.up_bps)),
+        served=[one - recalled * saved_s(m) for one, m in zip(sent.served, pieces, strict=True)],
+        up_chunks=[_WHOLE] * len(pieces) if recalled == 1.0 else sent.up_chunks,
+    )
+
+
+def _sent_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTimes:
+    """Return the times of an epoch in which activations are computed and sent."""
     costs, server, link = member.costs, fleet.server, member.link
     p, pieces = plan.split_point, fleet.pieces(batch, plan.micro_batches)
-    whole = p == fleet.layers
-    at_cut = server.profile.output_bytes(p)
+    whole, trains = p == fleet.layers, fleet.trains(p)
+    at_cut, back = server.profile.output_bytes(p), server.profile.gradient_bytes(p)
 
     def each(seconds: Callable[[int], float]) -> list[float]:
         by_size = {m: seconds(m) for m in set(pieces)}  # pieces have one of two sizes
         return [by_size[m] for m in pieces]
 
-    def chunks(m: int, encoding: str) -> int:
-        return len(server.profile.chunk_bytes(p, m, encoding))
+    def chunks(m: int, direction: str) -> int:
+        return len(server.profile.chunk_bytes(p, m, plan.up if direction == "up" else plan.down, direction))
 
-    def in_chunks(encoding: str) -> list[ChunkShares]:
-        if whole or encoding == "raw":
+    def in_chunks(encoding: str, direction: str) -> list[ChunkShares]:
+        if whole or (encoding == "raw" and not server.profile.crossing_bytes(p, direction)):
             return [_WHOLE] * len(pieces)
-        by_size = {m: server.profile.chunk_bytes(p, m, encoding) for m in set(pieces)}
+        by_size = {m: server.profile.chunk_bytes(p, m, encoding, direction) for m in set(pieces)}
         shares = {m: tuple(size / sum(sizes) for size in sizes) for m, sizes in by_size.items()}
         return [shares[m] for m in pieces]
 
     def answer(m: int) -> float:
-        return server.coding_s("encode", plan.down, m * at_cut, chunks(m, plan.down))
+        return 0.0 if not trains else server.coding_s("encode", plan.down, m * back, chunks(m, "down"))
 
     def served(m: int) -> float:
         job = [Work(kind, 0, 0, 0, p + 1, fleet.layers, m) for kind in ("fs", "bs")]
         received = m * (at_cut + LABEL_BYTES)
-        decode_s = server.coding_s("decode", plan.up, received, chunks(m, plan.up))
+        decode_s = server.coding_s("decode", plan.up, received, chunks(m, "up"))
         return decode_s + sum(map(server.seconds, job)) + answer(m)
+
+    def down(m: int) -> float:
+        """Return the time of a gradient on the link; without anything to train, the answer is empty."""
+        return _crossing_s(server.profile, plan, m, "down", link.down_bps) if trains else transfer_s(0, link.down_bps)
 
     none = [0.0] * len(pieces)
     return BatchTimes(
         load=costs.seconds(Work("load", samples=batch)),
-        fc=each(lambda m: costs.seconds(Work("fc", last_layer=p, samples=m))),
-        encode=none if whole else each(lambda m: costs.coding_s("encode", plan.up, m * at_cut, chunks(m, plan.up))),
+        fc=each(lambda m: costs.seconds(Work("fc", last_layer=p, samples=m, chunks=m if fleet.is_steady(p) else 1))),
+        encode=none if whole else each(lambda m: costs.coding_s("encode", plan.up, m * at_cut, chunks(m, "up"))),
         u=none if whole else each(lambda m: _crossing_s(costs.profile, plan, m, "up", link.up_bps)),
         served=none if whole else each(served),
-        d=none if whole else each(lambda m: _crossing_s(server.profile, plan, m, "down", link.down_bps)),
-        decode=none if whole else each(lambda m: costs.coding_s("decode", plan.down, m * at_cut, chunks(m, plan.down))),
-        bc=each(lambda m: costs.seconds(Work("bc", last_layer=p, samples=m))),
-        step=costs.seconds(Work("step", last_layer=p)),
+        d=none if whole else each(down),
+        decode=none
+        if whole or not trains
+        else each(lambda m: costs.coding_s("decode", plan.down, m * back, chunks(m, "down"))),
+        bc=each(lambda m: costs.seconds(Work("bc", last_layer=p, samples=m))) if trains else none,
+        step=costs.seconds(Work("step", last_layer=p)) if trains else 0.0,
         server_step=0.0 if whole else server.seconds(Work("step", first_layer=p + 1, last_layer=fleet.layers)),
         contention=each(server.contention),
         answer=none if whole else each(answer),
-        up_chunks=in_chunks(plan.up),
-        down_chunks=in_chunks(plan.down),
+        up_chunks=in_chunks(plan.up, "up"),
+        down_chunks=in_chunks(plan.down, "down") if trains else [_WHOLE] * len(pieces),
         noise=costs.seconds(Work("noise", size_bytes=batch * fleet.noised_bytes)),
     )
 
@@ -159,10 +200,12 @@ def _crossing_s(profile: Profile, plan: Plan, samples: int, direction: str, rate
         return 0.0
     p, encoding = plan.split_point, plan.up if direction == "up" else plan.down
     labels = samples * LABEL_BYTES if direction == "up" else 0
-    if encoding == "raw":
+    several = len(profile.crossing_bytes(p, direction))
+    if encoding == "raw" and not several:
         return transfer_s(samples * profile.output_bytes(p) + labels, rate_bps)
     sizes = profile.coded_bytes(p, samples, direction, encoding)
-    return (sum(sizes) + labels + len(sizes) * _CODED_HEADER_BYTES) * 8 / rate_bps
+    header = HEADER_BYTES + 3 * 4 * several if several else _CODED_HEADER_BYTES
+    return (sum(sizes) + labels + len(sizes) * header) * 8 / rate_bps
 
 
 def transfer_s(size_bytes: int, rate_bps: float | None) -> float:

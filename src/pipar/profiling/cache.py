@@ -1,4 +1,4 @@
-"""Measured profiles on disk, by everything that times depend on and the machine that they were measured on."""
+"""Measured profiles on disk, by everything that times depend on and the machine; and other texts next to them."""
 
 from __future__ import annotations
 
@@ -42,19 +42,35 @@ def find_profile(key: Mapping[str, object], folder: Path | None = None) -> Profi
 
 def keep_profile(key: Mapping[str, object], profile: Profile, folder: Path | None = None) -> None:
     """Keep a profile for the next time; if the folder cannot be written, the next run measures again."""
-    path = _path(key, folder)
+    _write(_path(key, folder), profile.to_json())
+
+
+def find_text(key: Mapping[str, object], kind: str) -> str | None:
+    """Return a text of this kind and key that was kept on this machine; None if there is none that can be read."""
+    try:
+        return _path(key, None, f"{kind}.json").read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def keep_text(key: Mapping[str, object], text: str, kind: str) -> None:
+    """Keep a text for the next time, next to profiles; if the folder cannot be written, it is not kept."""
+    _write(_path(key, None, f"{kind}.json"), text)
+
+
+def _write(path: Path, text: str) -> None:
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(0o700, parents=True, exist_ok=True)  # what is in it is used without asking
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(profile.to_json())
+            file.write(text)
         Path(temporary).replace(path)
 
 
-def _path(key: Mapping[str, object], folder: Path | None) -> Path:
+def _path(key: Mapping[str, object], folder: Path | None, ending: str = "json") -> Path:
     everything = {**key, "machine": machine_fingerprint(), "format": FORMAT}
     digest = hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()
-    return (folder or cache_folder()) / f"{digest[:32]}.json"
+    return (folder or cache_folder()) / f"{digest[:32]}.{ending}"
 
 
 def _processor() -> str:

@@ -20,11 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipar.nn.crossing import part_of
+from pipar.nn.inputs import Inputs, call, tensors_of, with_gradient
 from pipar.profiling.profile import CodingTimes
 from pipar.wire import encodings
 from pipar.wire.bitpacking import not_zero
 from pipar.wire.changes import decode_changes, encode_changes
 from pipar.wire.encodings import chunk_sizes, row_values
+from pipar.wire.messages import TensorPart
 from pipar.wire.tensor_codec import decode, encode
 
 T = TypeVar("T")
@@ -41,50 +44,86 @@ _FIVE_STEPS = 0.01 * sum((1 - 0.9**step) / 0.1 for step in range(1, 6))
 
 
 @dataclass
-class Crossing:
-    """Some chunks of the tensors that cross one cut, both ways; `row` is the number of values in a row, for codecs."""
+class CrossingTensor:
+    """Some chunks of a tensor that crosses a cut, both ways; `row` is the number of values in a row, for codecs."""
 
     row: int
+    size_bytes: int
+    part: TensorPart | None = None  # what it is, if it is one of several
     up: list[Values] = field(default_factory=list)
     down: list[Values] = field(default_factory=list)
+
+    def coded_share(self, encoding: str, gradients: list[Values] | None) -> float:
+        """Return the share of bytes that an encoding leaves of the activation, or of its gradient."""
+        own = encoding if self.part is None else self.part.encoding_for(encoding)
+        if own == "raw":
+            return 1.0
+        raw = coded = 0
+        for number, activation in enumerate(self.up):
+            sent = activation if gradients is None else gradients[number]
+            kept = _kept(activation, own) if gradients is not None else None
+            raw += sent.nbytes
+            coded += sum(len(part) for part in encode(sent, own, kept=kept, row=self.row))
+        return min(1.0, coded / raw)
+
+
+@dataclass
+class Crossing:
+    """The tensors that cross one cut."""
+
+    tensors: list[CrossingTensor]
+
+    @property
+    def largest(self) -> CrossingTensor | None:
+        """The largest tensor that crosses both ways, on which encodings are timed; None if there is none."""
+        both = [one for one in self.tensors if one.up and one.down]
+        return max(both, key=lambda one: one.size_bytes, default=None)
 
     def shares(self, *, rectified: bool) -> dict[str, tuple[float, float]]:
         """Return the share of bytes that each encoding leaves, up and down; sparse ones only at cuts after a ReLU."""
         allowed = [name for name in encodings.CODED if rectified or not encodings.is_sparse(name)]
-        if not self.up or not self.down:
+        back = [one for one in self.tensors if one.down]
+        if not back:
             return {}
-        return {name: (self._share(name, None), self._share(name, self.down)) for name in allowed}
-
-    def _share(self, encoding: str, gradients: list[Values] | None) -> float:
-        raw = coded = 0
-        for number, activation in enumerate(self.up):
-            sent = activation if gradients is None else gradients[number]
-            kept = _kept(activation, encoding) if gradients is not None else None
-            raw += sent.nbytes
-            coded += sum(len(part) for part in encode(sent, encoding, kept=kept, row=self.row))
-        return min(1.0, coded / raw)
+        return {name: (_mean_share(self.tensors, name), _mean_share(back, name, back=True)) for name in allowed}
 
 
-def run_through(model: nn.Sequential, inputs: Tensor, targets: Tensor, *, with_loss: bool) -> list[Crossing]:
+def _mean_share(tensors: Sequence[CrossingTensor], encoding: str, *, back: bool = False) -> float:
+    """Return the share of the bytes of all tensors, each with its own."""
+    coded = sum(one.size_bytes * one.coded_share(encoding, one.down if back else None) for one in tensors)
+    return min(1.0, coded / sum(one.size_bytes for one in tensors))
+
+
+def run_through(model: nn.Sequential, inputs: Inputs, targets: Tensor, *, with_loss: bool) -> list[Crossing]:
     """Return what crosses the cuts of a network in one training pass over some samples.
 
     Without `with_loss`, the gradient of the last output is random. The gradients of the weights are kept.
     """
     crossings: list[Crossing] = []
-    output = inputs
+    output: Any = inputs
     cuts = len(model) - 1 if with_loss else len(model)
     for place, layer in enumerate(model, start=1):
-        output = layer(output)
+        output = call(layer, output)
         if place <= cuts:
-            crossing = Crossing(row_values(tuple(output.shape)))
-            crossing.up = _some_chunks(output)  # copies: the next layer may overwrite it
-            crossings.append(crossing)
-            if output.requires_grad:
-                output.register_hook(partial(_keep, crossing))
+            crossings.append(Crossing([_crossing(one, output) for one in tensors_of(output)]))
     loss = functional.cross_entropy(output, targets, reduction="sum") / len(targets) if with_loss else output
-    if loss.requires_grad:
-        torch.autograd.backward(loss, None if with_loss else torch.randn_like(loss) / len(targets))
+    if ends := with_gradient(loss):
+        given = None if with_loss else [torch.randn_like(end) / len(targets) for end in ends]
+        torch.autograd.backward(ends, given)
+    for crossing in crossings:
+        if not any(one.down for one in crossing.tensors):  # after frozen layers no gradient crosses
+            for one in crossing.tensors:
+                one.down = one.up if one.part is None or one.part.is_floating_point else []
     return crossings
+
+
+def _crossing(tensor: Tensor, output: Inputs) -> CrossingTensor:
+    part = None if isinstance(output, Tensor) else part_of(tensor)
+    crossing = CrossingTensor(row_values(tuple(tensor.shape)), tensor.nbytes, part)
+    crossing.up = _some_chunks(tensor)  # copies: the next layer may overwrite it
+    if tensor.requires_grad:
+        tensor.register_hook(partial(_keep, crossing))  # type: ignore[no-untyped-call]
+    return crossing
 
 
 def changes_in_a_round(model: nn.Module) -> tuple[float, CodingTimes]:
@@ -117,7 +156,7 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
     return time.thread_time() - start, result
 
 
-def _keep(crossing: Crossing, gradient: Tensor) -> None:
+def _keep(crossing: CrossingTensor, gradient: Tensor) -> None:
     crossing.down = _some_chunks(gradient)
 
 
@@ -138,10 +177,11 @@ def coding_times(crossing: Crossing, pause_s: float) -> dict[str, CodingTimes]:
     The encodings take turns, so that none finds its own data in the caches, and each round starts from rest, as in
     training.
     """
-    if not crossing.up or not crossing.down:
+    largest = crossing.largest
+    if largest is None:
         return {}
     measured: dict[str, list[_Timed]] = {
-        name: [_Timed(crossing, name, way, size) for size in (_SMALL_BYTES, _LARGE_BYTES) for way in ("up", "down")]
+        name: [_Timed(largest, name, way, size) for size in (_SMALL_BYTES, _LARGE_BYTES) for way in ("up", "down")]
         for name in encodings.CODED
     }
     for _ in range(1 + _REPETITIONS):  # the first warms up
@@ -155,7 +195,7 @@ def coding_times(crossing: Crossing, pause_s: float) -> dict[str, CodingTimes]:
 class _Timed:
     """One encoding of one chunk, and decoding it again, several times."""
 
-    def __init__(self, crossing: Crossing, encoding: str, way: str, size_bytes: int) -> None:
+    def __init__(self, crossing: CrossingTensor, encoding: str, way: str, size_bytes: int) -> None:
         activation, gradient = crossing.up[0], crossing.down[0]
         count = size_bytes // activation.itemsize
         self.size_bytes = count * activation.itemsize

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipar.nn.inputs import Inputs, call, with_gradient
 from pipar.profiling.measurement_task import Batch, Progress
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.profiling.repeated_timing import Budget, rest
@@ -64,21 +66,29 @@ def training_pass(model: nn.Sequential, batch: Batch, *, with_loss: bool = True)
     gradient arrives there: a backward call for each layer would cost 8 % more on small micro-batches. The input needs
     no gradient, as on a device.
     """
-    output, forward_s = batch.inputs, []
+    output: Any = batch.inputs
+    forward_s = []
     reached: dict[int, float] = {}
     for place, layer in enumerate(model, start=1):
         start = time.thread_time()
-        output = layer(output)
+        output = call(layer, output)
         if with_loss and place == len(model):
             output = functional.cross_entropy(output, batch.targets, reduction="sum") / len(batch.targets)
         forward_s.append(time.thread_time() - start)
-        if place < len(model) and output.requires_grad:
-            output.register_hook(partial(_note, reached, place))  # type: ignore[no-untyped-call]
-    gradient = None if with_loss else torch.ones_like(output)
+        if place < len(model):
+            _watch(output, partial(_note, reached, place))
+    ends = with_gradient(output)
+    gradients = None if with_loss else [torch.ones_like(end) for end in ends]
     reached[len(model)] = time.thread_time()
-    if output.requires_grad:
-        torch.autograd.backward(output, gradient)
+    if ends:
+        torch.autograd.backward(ends, gradients)
     return Pass(tuple(forward_s), _backward_times(reached, time.thread_time(), len(model)))
+
+
+def _watch(output: Inputs, note: Callable[[Tensor], None]) -> None:
+    """Note when gradients arrive; where several tensors cross, the last one counts."""
+    for tensor in with_gradient(output):
+        tensor.register_hook(note)  # type: ignore[no-untyped-call]
 
 
 def _note(reached: dict[int, float], place: int, _: Tensor) -> None:

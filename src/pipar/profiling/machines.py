@@ -184,11 +184,14 @@ def _layer(machine: Machine, count: LayerCount, dtype: str, sizes: tuple[int, ..
         forward_s=tuple(pass_s(machine, count.forward, size, dtype) for size in sizes),
         backward_s=tuple(pass_s(machine, count.backward, size, dtype) for size in sizes),
         output_bytes=count.output_bytes(dtype),
+        tensor_bytes=count.tensor_bytes(dtype),
         parameter_bytes=count.parameter_bytes(dtype),
         saved_bytes=count.saved_bytes(dtype),
         working_bytes=count.working_bytes(dtype),
         rectified=count.rectified,
         shares=count.shares,
+        frozen_bytes=count.frozen_bytes(dtype),
+        trained=count.trained,
     )
 
 

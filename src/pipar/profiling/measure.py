@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,9 +18,11 @@ from torch import nn
 
 from pipar.errors import ConfigError
 from pipar.methods import Plan
+from pipar.nn.inputs import InputForm
 from pipar.nn.models import uses_batch_statistics
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.runtime import keep_freed_memory, one_thread, release_freed_memory, release_model_memory
+from pipar.nn.split import named_layers, some_layers
 from pipar.profiling import repeated_timing
 from pipar.profiling.cache import machine_fingerprint, usable_cores
 from pipar.profiling.coding_costs import changes_in_a_round, coding_times, run_through
@@ -43,7 +44,7 @@ def measure_profile(
     model: nn.Sequential,
     *,
     model_name: str,
-    input_shape: Sequence[int],
+    inputs: Sequence[int] | InputForm,
     classes: int,
     batch_size: int,
     dtype: torch.dtype = torch.float32,
@@ -73,7 +74,17 @@ def measure_profile(
         shares.put(share)
 
     task = Task(
-        model, model_name, tuple(input_shape), classes, batch_size, dtype, load, tell, budget_s, memory_bytes, rectified
+        model,
+        model_name,
+        InputForm.given(inputs),
+        classes,
+        batch_size,
+        dtype,
+        load,
+        tell,
+        budget_s,
+        memory_bytes,
+        rectified,
     )
     keep_freed_memory()  # like the processes of a run
     # In a separate thread, like the stages of a run: in the main thread, memory is returned to the system more
@@ -143,11 +154,14 @@ def _sizes_only(task: Task) -> Profile:
                 forward_s=(0.0,) * len(sizes),
                 backward_s=(0.0,) * len(sizes),
                 output_bytes=count.output_bytes(dtype),
+                tensor_bytes=count.tensor_bytes(dtype),
                 parameter_bytes=count.parameter_bytes(dtype),
                 saved_bytes=count.saved_bytes(dtype),
                 working_bytes=count.working_bytes(dtype),
+                frozen_bytes=count.frozen_bytes(dtype),
+                trained=count.trained,
             )
-            for count in count_layers(task.model, task.input_shape, run=True)
+            for count in count_layers(task.model, task.form, run=True)
         ),
         machine=machine_fingerprint(),
     )
@@ -195,7 +209,7 @@ def _is_about_memory(error: Exception) -> bool:
 def _measure_layers(attempt: _Attempt, sizes: Profile, task: Task) -> Profile:
     whole = attempt.layers == len(task.model)
     model = _first_layers(task.model, attempt.layers).to(task.dtype).train()
-    batches = [Batch.random(size, task.input_shape, task.classes, task.dtype) for size in attempt.batch_sizes]
+    batches = [Batch.random(size, task.form, task.classes, task.dtype) for size in attempt.batch_sizes]
     passes = measure_passes(model, batches, Budget(0.8 * task.budget_s), task.progress, with_loss=whole)
     measured = layer_profiles(sizes, passes, attempt.batch_sizes)
     layers, coding, (changes_share, changes) = _with_coding(measured, model, attempt, task)
@@ -245,8 +259,7 @@ def _how(attempt: _Attempt, sizes: Profile, passes: int) -> str:
 
 def _first_layers(model: nn.Sequential, layers: int) -> nn.Sequential:
     """Return a copy of the first layers, which keep their names; the others are not copied."""
-    named = [(name, layer) for name, layer in model._modules.items() if layer is not None]
-    return copy.deepcopy(nn.Sequential(OrderedDict(named[:layers])))
+    return copy.deepcopy(some_layers(model, list(named_layers(model))[:layers]))
 
 
 # --- what crosses the cuts ------------------------------------------------------------------------------------
@@ -265,7 +278,7 @@ def _with_coding(
     crossings = run_through(model, batch.inputs, batch.targets, with_loss=attempt.layers == len(task.model))
     changes = changes_in_a_round(model)
     model.zero_grad(set_to_none=True)
-    rectified = task.rectified if task.rectified is not None else rectified_cuts(task.model, task.input_shape)
+    rectified = task.rectified if task.rectified is not None else rectified_cuts(task.model, task.form)
     found = list(layers)
     for place, crossing in enumerate(crossings, start=1):
         found[place - 1] = replace(found[place - 1], shares=crossing.shares(rectified=place in rectified))

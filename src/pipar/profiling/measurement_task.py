@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pipar.nn.inputs import InputForm, Inputs, in_dtype, mapped
+
 #: Called with the share of the measurement that is done.
 Progress = Callable[[float], None]
 
@@ -19,7 +21,7 @@ class Task:
 
     model: nn.Sequential
     model_name: str
-    input_shape: tuple[int, ...]
+    form: InputForm
     classes: int
     batch_size: int
     dtype: torch.dtype
@@ -32,13 +34,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Batch:
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
 
     @classmethod
-    def random(cls, size: int, input_shape: Sequence[int], classes: int, dtype: torch.dtype) -> Batch:
+    def random(cls, size: int, form: Sequence[int] | InputForm, classes: int, dtype: torch.dtype) -> Batch:
         generator = torch.Generator().manual_seed(size)
-        inputs = torch.randn(size, *input_shape, generator=generator, dtype=dtype)
+        inputs = InputForm.given(form).random(size, dtype, generator)
         return cls(inputs, torch.randint(classes, (size,), generator=generator))
 
 
@@ -46,10 +48,10 @@ def some_samples(count: int, task: Task) -> Batch:
     """Return some of the loaded samples, or random ones if there are none of the right shape."""
     loaded = task.load(task.batch_size) if task.load is not None else None
     match loaded:
-        case (Tensor() as inputs, Tensor() as targets) if tuple(inputs.shape[1:]) == task.input_shape:
-            return Batch(inputs[:count].to(task.dtype), targets[:count])
+        case (Tensor() | tuple() | dict() as inputs, Tensor() as targets) if InputForm.of(inputs) == task.form:
+            return Batch(in_dtype(mapped(inputs, lambda tensor: tensor[:count]), task.dtype), targets[:count])
         case _:
-            return Batch.random(count, task.input_shape, task.classes, task.dtype)
+            return Batch.random(count, task.form, task.classes, task.dtype)
 
 
 def state_bytes(module: nn.Module) -> int:

@@ -1,12 +1,12 @@
 """How much memory a device needs for a plan, and which plans fit into its memory.
 
-    bytes = base + 3 w + g + m b s + b t
+    bytes = base + w + 2 v + g + m b s + b t
 
-w are the parameter bytes of layers 1..P: weights, gradients and momentum; it is 4 w where the device keeps the last
-model that it received, to send its changes. g are the parameter bytes of the largest of these layers, because a
-micro-batch's gradient exists before it is added to the others. m micro-batches of b samples are in flight, each sample
-keeps s bytes from its forward until its backward, and the micro-batch that computes holds t more bytes per sample in
-the layer that needs most.
+w are the parameter bytes of layers 1..P, and v those of them that are trained, which have gradients and momentum; it is
+3 v where the device keeps the last model that it received, to send its changes. g are the trained bytes of the largest
+of these layers, because a micro-batch's gradient exists before it is added to the others. m micro-batches of b samples
+are in flight, each sample keeps s bytes from its forward until its backward, and the micro-batch that computes holds t
+more bytes per sample in the layer that needs most.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ def training_bytes(
     pieces = cut_batch(batch_size, 1 if whole else plan.micro_batches, batch_statistics=batch_statistics)
     in_flight = min(plan.window, len(pieces)) if plan.window else len(pieces)
     layers = profile.layers[:split_point]
-    saved = sum(layer.saved_bytes for layer in layers)
+    if split_point <= profile.frozen_layers:  # nothing is kept for a backward but the output, until it is sent
+        saved = layers[-1].output_bytes
+    else:
+        saved = sum(layer.saved_bytes for layer in layers)
     working = max(layer.working_bytes for layer in layers)
-    largest = max(layer.parameter_bytes for layer in layers)
-    weights = (4 if keeps_base else 3) * profile.parameter_bytes(1, split_point) + largest
+    largest = max(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
+    copies = (3 if keeps_base else 2) * profile.changing_bytes(1, split_point)
+    weights = profile.parameter_bytes(1, split_point) + copies + largest
     return BASE_BYTES + weights + sum(pieces[:in_flight]) * saved + pieces[0] * working
 
 

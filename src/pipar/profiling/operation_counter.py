@@ -22,7 +22,11 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipar.profiling.operation_counts import Counts, LayerCount, PassCount
+from pipar.nn.cut_check import dtype_of
+from pipar.nn.inputs import InputForm, Inputs, call, tensors_of, with_gradient
+from pipar.nn.line import Line
+from pipar.nn.split import named_layers
+from pipar.profiling.operation_counts import CountedTensor, Counts, LayerCount, PassCount
 
 #: Two batches show what grows with the samples and what does not. Large ones are exact about the peak of memory: with
 #: few samples, the peak is sometimes where a large gradient of weights is allocated; with many, it never is.
@@ -32,7 +36,7 @@ _SMALL = (2, 4)
 _COPIES_NOTHING = {"_unsafe_view", "_reshape_alias", "detach", "empty_like", "empty"}
 
 
-def count_layers(model: nn.Sequential, input_shape: Sequence[int], *, run: bool = False) -> Counts:
+def count_layers(model: nn.Sequential, inputs: Sequence[int] | InputForm, *, run: bool = False) -> Counts:
     """Return the counts of every layer in train mode; the last one includes the loss.
 
     The model is not changed. Sizes are those of float32, for any dtype of the model. With `run` the network really
@@ -41,17 +45,17 @@ def count_layers(model: nn.Sequential, input_shape: Sequence[int], *, run: bool 
     """
     first, second = (_run_on_few, _run_hollow) if run else (_run_hollow, _run_on_few)
     with contextlib.suppress(NotImplementedError, RuntimeError, MemoryError):
-        return first(model, input_shape)
+        return first(model, InputForm.given(inputs))
     # Here the error is freed, and with it everything that the first way has allocated.
-    return second(model, input_shape)
+    return second(model, InputForm.given(inputs))
 
 
-def _run_on_few(model: nn.Sequential, input_shape: Sequence[int]) -> Counts:
-    return _count(copy.deepcopy(model), input_shape, _SMALL)
+def _run_on_few(model: nn.Sequential, form: InputForm) -> Counts:
+    return _count(copy.deepcopy(model), form, _SMALL)
 
 
-def _run_hollow(model: nn.Sequential, input_shape: Sequence[int]) -> Counts:
-    return _count(_hollow(model), input_shape, _LARGE)
+def _run_hollow(model: nn.Sequential, form: InputForm) -> Counts:
+    return _count(_hollow(model), form, _LARGE)
 
 
 def _hollow(model: nn.Sequential) -> nn.Sequential:
@@ -64,11 +68,13 @@ def _hollow(model: nn.Sequential) -> nn.Sequential:
     return copy.deepcopy(model, tensors)
 
 
-def _count(model: nn.Sequential, input_shape: Sequence[int], sizes: tuple[int, int]) -> Counts:
-    model = model.to(torch.float32).train()
+def _count(model: nn.Sequential, form: InputForm, sizes: tuple[int, int]) -> Counts:
+    # Recorded operations may fix the dtype of a network.
+    dtype = dtype_of(model) if isinstance(model, Line) else torch.float32
+    model = model.to(dtype).train()
     with torch.random.fork_rng(devices=[]):
-        few, many = (_seen(model, input_shape, size) for size in sizes)
-    layers = ((name, layer) for name, layer in model._modules.items() if layer is not None)
+        few, many = (_seen(model, form, size, dtype) for size in sizes)
+    layers = named_layers(model).items()
     return tuple(_layer_count(name, layer, a, b, sizes) for (name, layer), a, b in zip(layers, few, many, strict=True))
 
 
@@ -80,16 +86,25 @@ def _layer_count(name: str, layer: nn.Module, few: _LayerSeen, many: _LayerSeen,
         """Return what one more sample adds."""
         return max(0, math.ceil((b - a) / (sizes[1] - sizes[0])))
 
+    outputs = [
+        CountedTensor(each(a.elements, b.elements), a.other_bytes, a.has_gradient)
+        for a, b in zip(few.outputs, many.outputs, strict=True)
+    ]
     return LayerCount(
         name,
-        outputs=each(few.outputs, many.outputs),
+        outputs=sum(one.elements for one in outputs if not one.other_bytes),
+        tensors=tuple(outputs) if len(outputs) > 1 else (),
         parameters=floating,
         other_parameter_bytes=other,
         saved=each(few.saved, many.saved),
         other_saved_bytes=each(few.other_saved_bytes, many.other_saved_bytes),
-        working=max(math.ceil(each(few.working(way), many.working(way)) / 4) for way in ("forward", "backward")),
+        working=max(
+            math.ceil(each(few.working(way), many.working(way)) / few.item_bytes) for way in ("forward", "backward")
+        ),
         forward=_pass_count(few.forward, many.forward, sizes),
         backward=_pass_count(few.backward, many.backward, sizes),
+        frozen=_split(weight for weight in layer.parameters() if not weight.requires_grad)[0],
+        trained=any(weight.requires_grad for weight in layer.parameters()),
     )
 
 
@@ -131,43 +146,61 @@ class _Region:
     peak_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class _Output:
+    """A tensor after a layer: its elements, the bytes of one if it is in no floating-point dtype, and its gradient."""
+
+    elements: int
+    other_bytes: int
+    has_gradient: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Output:
+        other_bytes = 0 if tensor.is_floating_point() else tensor.element_size()
+        return cls(tensor.numel(), other_bytes, tensor.requires_grad)
+
+
 @dataclass
 class _LayerSeen:
     """One layer in one pass; `kept_bytes` is everything alive at the end of its forward."""
 
     forward: _Region = field(default_factory=_Region)
     backward: _Region = field(default_factory=_Region)
-    outputs: int = 0
+    outputs: list[_Output] = field(default_factory=list)
     saved: int = 0
     other_saved_bytes: int = 0
     kept_bytes: int = 0
+    item_bytes: int = 4  # of a number of the network
 
     def working(self, way: str) -> int:
         region: _Region = getattr(self, way)
         return max(0, region.peak_bytes - self.kept_bytes)
 
 
-def _seen(model: nn.Sequential, input_shape: Sequence[int], samples: int) -> list[_LayerSeen]:
+def _seen(model: nn.Sequential, form: InputForm, samples: int, dtype: torch.dtype) -> list[_LayerSeen]:
     """Return what a training pass over some samples does in each layer."""
     like = next(iter(model.parameters()), torch.empty(0))
-    output = torch.zeros((samples, *input_shape), device=like.device)
+    inputs = form.example(samples, dtype, like.device)
     targets = torch.zeros(samples, dtype=torch.int64, device=like.device)
     for parameter in model.parameters():
         # A micro-batch mostly adds to existing gradients.
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    layers = [_LayerSeen() for _ in model]
-    tape = _Tape([output, targets, *model.parameters(), *model.buffers(), *_gradients(model)])
-    tape.keep(layers[0], output)
+    layers = [_LayerSeen(item_bytes=dtype.itemsize) for _ in model]
+    weights = [*model.parameters(), *model.buffers(), *_gradients(model)]
+    tape = _Tape([*tensors_of(inputs), targets], weights)
+    for tensor in tensors_of(inputs):
+        tape.keep(layers[0], tensor)
+    output: Any = inputs
+    del inputs, tensor
     with tape, saved_tensors_hooks(tape.pack, _unpack):
         for seen, layer in zip(layers, model, strict=True):
             tape.enter(seen, seen.forward)
-            output = layer(output)
-            seen.outputs = output.numel()
-            tape.keep(seen, output)
+            output = call(layer, output)
+            _keep(tape, seen, output)
             if seen is layers[-1]:
                 output = functional.cross_entropy(output, targets, reduction="sum") / samples
-            elif output.requires_grad:
-                output.register_hook(partial(_arrive, tape, seen))
+            else:
+                _watch(tape, seen, output)
             seen.kept_bytes = tape.alive_bytes
         tape.enter(layers[-1], layers[-1].backward)
         if output.requires_grad:
@@ -178,6 +211,18 @@ def _seen(model: nn.Sequential, input_shape: Sequence[int], samples: int) -> lis
 
 def _gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _keep(tape: _Tape, seen: _LayerSeen, output: Inputs) -> None:
+    """Note what a layer gives. No reference to it may stay: it would count as alive."""
+    seen.outputs = [_Output.of(tensor) for tensor in tensors_of(output)]
+    for tensor in tensors_of(output):
+        tape.keep(seen, tensor)
+
+
+def _watch(tape: _Tape, seen: _LayerSeen, output: Inputs) -> None:
+    for tensor in with_gradient(output):
+        tensor.register_hook(partial(_arrive, tape, seen))  # type: ignore[no-untyped-call]
 
 
 def _arrive(tape: _Tape, seen: _LayerSeen, _: Tensor) -> None:
@@ -192,17 +237,18 @@ def _unpack(tensor: Tensor) -> Tensor:
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds every operator to the region that was entered last, and counts the bytes that are alive.
 
-    A tensor's memory is its storage, which views share; the storages of `given` tensors do not count as alive.
+    A tensor's memory is its storage, which views share; those of a batch and of the weights do not count as alive.
     """
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+    def __init__(self, batch: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive_bytes = 0
         self._references: dict[int, weakref.ref[Any]] = {}
-        self._given = [tensor.untyped_storage() for tensor in given]
+        self._device = next((tensor.device for tensor in batch), None)
+        self._given = [tensor.untyped_storage() for tensor in (*batch, *weights)]
         self._sizes = {id(storage): 0 for storage in self._given}
-        # Kept storages count once, and weights do not: all of `given` but the input and the targets, which come first.
-        self._kept = {id(storage) for storage in self._given[2:]}
+        # Kept storages count once, and weights do not.
+        self._kept = {id(storage) for storage in self._given[len(batch) :]}
         self._layer = _LayerSeen()
         self._region = self._layer.forward
 
@@ -232,7 +278,8 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = self._as_counted(kwargs or {})
+        result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name in _COPIES_NOTHING or _is_view(func):
             return result
@@ -253,6 +300,18 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             region.dense += multiply_adds
         return result
+
+    def _as_counted(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments with the device and the floating dtype of this count, where they name others.
+
+        A recorded network names those with which it was recorded.
+        """
+        changes: dict[str, Any] = {}
+        if self._device is not None and kwargs.get("device") is not None:
+            changes["device"] = self._device
+        if kwargs.get("dtype") is torch.float64:
+            changes["dtype"] = torch.float32
+        return {**kwargs, **changes}
 
     def _allocate(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

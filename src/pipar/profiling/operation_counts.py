@@ -37,6 +37,20 @@ class PassCount:
 
 
 @dataclass(frozen=True)
+class CountedTensor:
+    """One of several tensors that cross a cut: elements of one sample, and bytes of one if it is no float."""
+
+    elements: int
+    other_bytes: int = 0
+    has_gradient: bool = True
+
+    def bytes_both_ways(self, dtype: str) -> tuple[int, int]:
+        """Return the bytes of one sample, and those of its gradient."""
+        size = self.elements * (self.other_bytes or item_bytes(dtype))
+        return size, size if self.has_gradient else 0
+
+
+@dataclass(frozen=True)
 class LayerCount:
     """One layer. `outputs`, `saved` and `working` are elements of one sample, `parameters` elements of weights and
     floating buffers; `other_parameter_bytes` and `other_saved_bytes` do not depend on the dtype (counters, indices).
@@ -53,12 +67,24 @@ class LayerCount:
     backward: PassCount
     rectified: bool = False  # the network, cut after this layer, ends in a ReLU
     shares: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)  # as LayerProfile has them
+    frozen: int = 0  # elements of parameters that are not trained
+    trained: bool = True  # a parameter is
+    tensors: tuple[CountedTensor, ...] = ()  # that cross after this layer, if there are several
 
     def output_bytes(self, dtype: str) -> int:
+        if self.tensors:
+            return sum(up for up, _ in self.tensor_bytes(dtype))
         return self.outputs * item_bytes(dtype)
+
+    def tensor_bytes(self, dtype: str) -> tuple[tuple[int, int], ...]:
+        """Return the bytes of each tensor that crosses, and of its gradient; empty for a single one."""
+        return tuple(one.bytes_both_ways(dtype) for one in self.tensors)
 
     def parameter_bytes(self, dtype: str) -> int:
         return self.parameters * item_bytes(dtype) + self.other_parameter_bytes
+
+    def frozen_bytes(self, dtype: str) -> int:
+        return self.frozen * item_bytes(dtype)
 
     def saved_bytes(self, dtype: str) -> int:
         return self.saved * item_bytes(dtype) + self.other_saved_bytes

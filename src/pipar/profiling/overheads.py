@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -14,10 +15,11 @@ from torch import nn
 
 from pipar import random_streams
 from pipar.errors import PlanError
+from pipar.nn.inputs import call, with_gradient
 from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.parts import Optimizer, TorchDevicePart
-from pipar.nn.split import split_model
-from pipar.nn.tensors import read_tensor, tensor_body
+from pipar.nn.split import named_layers, some_layers, split_model
+from pipar.nn.tensors import read_tensor, state_body, tensor_body
 from pipar.privacy.mechanisms import clip_and_noise
 from pipar.profiling.coding_costs import line
 from pipar.profiling.layer_times import training_pass
@@ -53,7 +55,7 @@ def measure_overheads(model: nn.Sequential, cut_bytes: int, task: Task, *, with_
     fields |= _lines(coding, budget_s) | _lines(_aggregations(model, task, with_loss=with_loss), budget_s)
     # A machine that is short of memory for training cannot hold whole models two or three times.
     light = model if with_loss else _light_layers(model)
-    parts = [_exchange(part, task) for part in (nn.Sequential(next(iter(model))), light)]
+    parts = [_exchange(part, task) for part in (_first_layers(model, 1), light)]
     return fields | _lines(parts, budget_s)
 
 
@@ -69,14 +71,12 @@ def _lines(sizes: Sequence[_Sized], budget_s: float) -> dict[str, float]:
 
 def _light_layers(model: nn.Sequential) -> nn.Sequential:
     """Return as many first layers as have few weights together, but at least one."""
-    layers: list[nn.Module] = []
-    size_bytes = 0
-    for layer in model:
-        size_bytes += state_bytes(layer)
-        if layers and size_bytes > _LIGHT_BYTES:
-            break
-        layers.append(layer)
-    return nn.Sequential(*layers)
+    light = sum(1 for size_bytes in accumulate(map(state_bytes, model)) if size_bytes <= _LIGHT_BYTES)
+    return _first_layers(model, max(1, light))
+
+
+def _first_layers(model: nn.Sequential, count: int) -> nn.Sequential:
+    return some_layers(model, list(named_layers(model))[:count])
 
 
 def _backward_at_cut_s(model: nn.Sequential, task: Task, *, with_loss: bool) -> float:
@@ -85,18 +85,19 @@ def _backward_at_cut_s(model: nn.Sequential, task: Task, *, with_loss: bool) -> 
     Both are measured on a micro-batch so small that the layer itself hardly counts, and each by its shortest of several
     times: a difference of two medians was mostly noise.
     """
-    first = nn.Sequential(next(iter(model)))
-    batch = Batch.random(2, task.input_shape, task.classes, task.dtype)
-    if len(model) == 1 or not first(batch.inputs).requires_grad:
+    first = _first_layers(model, 1)
+    batch = Batch.random(2, task.form, task.classes, task.dtype)
+    ends = with_gradient(call(first, batch.inputs))
+    if len(model) == 1 or not ends:
         return 0.0
-    gradient = torch.ones_like(first(batch.inputs))
+    gradients = [torch.ones_like(end) for end in ends]
     in_one_piece, alone = [], []
     for _ in range(_CUT_REPETITIONS):
         in_one_piece.append(training_pass(model, batch, with_loss=with_loss).backward_s[0])
-        output = first(batch.inputs)
+        ends = with_gradient(call(first, batch.inputs))
         rest()
         start = time.thread_time()
-        torch.autograd.backward(output, gradient)
+        torch.autograd.backward(ends, gradients)
         alone.append(time.thread_time() - start)
     return max(0.0, min(alone) - min(in_one_piece))
 
@@ -138,19 +139,19 @@ def _coding(cut_bytes: int, samples: int, task: Task) -> _Sized:
 def _exchange(module: nn.Sequential, task: Task) -> _Sized:
     """Return the optimiser's step and the exchange of this part of a network; its weights do not change."""
     part = TorchDevicePart(module, Optimizer(learning_rate=0.0), has_loss=False)
-    inputs = Batch.random(2, task.input_shape, task.classes, task.dtype).inputs
+    part.unpack_and_install(_as_received(state_body(part.state())), keep_momentum=False)  # the first has frozen weights
+    inputs = Batch.random(2, task.form, task.classes, task.dtype).inputs
 
     def trained() -> Callable[[], object]:
-        output = module(inputs)
-        if output.requires_grad:
-            torch.autograd.backward(output, torch.zeros_like(output))
+        if ends := with_gradient(call(module, inputs)):
+            torch.autograd.backward(ends, [torch.zeros_like(end) for end in ends])
         return part.step
 
     def arrived() -> Callable[[], object]:
         return partial(part.unpack_and_install, _as_received(part.pack()), keep_momentum=False)
 
     work: dict[str, Ready] = {"step": trained, "pack": lambda: part.pack, "install": arrived}
-    return _Sized(max(1, state_bytes(module)), work)
+    return _Sized(max(1, state_bytes(module) - part.frozen_bytes), work)
 
 
 def _aggregations(model: nn.Sequential, task: Task, *, with_loss: bool) -> list[_Sized]:
@@ -167,11 +168,11 @@ def _aggregations(model: nn.Sequential, task: Task, *, with_loss: bool) -> list[
     learner = TorchLearner(network, cuts, LearnerSettings(Optimizer(), task.classes))
 
     def returned(devices: tuple[str, ...]) -> Callable[[], object]:
-        brought = [TrainedPart(device, _as_received(learner.pack(device)), 1) for device in devices]
+        brought = [TrainedPart(device, _as_received(learner.pack(device, frozen=False)), 1) for device in devices]
         return partial(learner.aggregate, brought)
 
     return [
-        _Sized(max(1, len(devices) * learner.model_bytes()), {"aggregate": partial(returned, devices)})
+        _Sized(max(1, len(devices) * learner.model_bytes(frozen=False)), {"aggregate": partial(returned, devices)})
         for devices in (names[:1], names)
     ]
 

@@ -11,7 +11,7 @@ from typing import Any
 from pipar.errors import ConfigError
 from pipar.json_records import list_of, object_of, only_fields, read_fields
 from pipar.wire import encodings
-from pipar.wire.encodings import chunk_bytes
+from pipar.wire.encodings import chunk_bytes, chunk_sizes
 
 #: Written into every file; a file of another format is refused.
 FORMAT = 10
@@ -21,6 +21,7 @@ _SCATTER = 0.1
 LONGEST_S = 1e6
 _MOST_COUNTED = 10**15
 _LARGEST_BATCH = 10**6
+_MOST_TENSORS = 127
 
 #: Shares of the batch that are measured: the full batch, and micro-batches down to where fixed costs show. Half
 #: the batch is among them because large activations do not fit caches: a line from B/4 to B is 10 % off there.
@@ -59,12 +60,14 @@ class CodingTimes:
 class LayerProfile:
     """One layer: seconds per batch for each measured batch size, and its sizes.
 
-    `output_bytes` is one sample's output (and so its gradient) at the run's dtype; `parameter_bytes` counts
-    parameters and buffers. `least_s` is the shortest forward and backward together, for bounds; empty: the usual ones.
-    `saved_bytes` is what one sample's training keeps from the layer's forward until its backward, with the layer's
-    output but without its input, which the previous layer keeps; `working_bytes` is the most that its forward or
-    backward holds in addition, for a sample. `rectified` means that the network, cut after this layer, ends in a ReLU.
-    `shares` are the shares of the bytes at that cut that each encoding leaves: of the activation, and of its gradient.
+    `output_bytes` is one sample's output (and so its gradient) at the run's dtype; if several tensors cross the cut
+    after the layer, `tensor_bytes` are those of each, and of its gradient. `parameter_bytes` counts parameters and
+    buffers, `frozen_bytes` those of them that are not trained; `trained` is False if no parameter is. `least_s` is the
+    shortest forward and backward together, for bounds; empty: the usual ones. `saved_bytes` is what one sample's
+    training keeps from the layer's forward until its backward, with the layer's output but without its input, which the
+    previous layer keeps; `working_bytes` is the most that its forward or backward holds in addition, for a sample.
+    `rectified` means that the network, cut after this layer, ends in a ReLU. `shares` are the shares of the bytes at
+    that cut that each encoding leaves: of the activation, and of its gradient.
     """
 
     name: str
@@ -77,6 +80,14 @@ class LayerProfile:
     working_bytes: int = 0
     rectified: bool = False
     shares: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    frozen_bytes: int = 0
+    trained: bool = True
+    tensor_bytes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of one sample's gradient at the cut after this layer."""
+        return sum(down for _, down in self.tensor_bytes) if self.tensor_bytes else self.output_bytes
 
 
 @dataclass(frozen=True)
@@ -154,17 +165,30 @@ class Profile:
         layers = self.layers
         return [sum(layer.forward_s[n] + layer.backward_s[n] for layer in layers) for n in range(len(self.batch_sizes))]
 
+    @property
+    def frozen_layers(self) -> int:
+        """How many layers are before the first trained one: a device with only these has nothing to train."""
+        return next((number for number, layer in enumerate(self.layers) if layer.trained), len(self.layers))
+
     def parameter_bytes(self, first: int, last: int) -> int:
         """Return the bytes of parameters and buffers of layers first..last, counted from 1."""
         return sum(layer.parameter_bytes for layer in self.layers[first - 1 : last])
 
+    def changing_bytes(self, first: int, last: int) -> int:
+        """Return the bytes of layers first..last without frozen parameters: what is trained, averaged and exchanged."""
+        return sum(layer.parameter_bytes - layer.frozen_bytes for layer in self.layers[first - 1 : last])
+
     def exchanged_bytes(self, split_point: int, *, changes: bool) -> int:
-        """Return the bytes of a device's part on the link: all of it, or the changes of a round."""
-        return round(self.parameter_bytes(1, split_point) * (self.changes_share if changes else 1.0))
+        """Return the bytes of a device's part on the link after a round: what may change of it, or the changes."""
+        return round(self.changing_bytes(1, split_point) * (self.changes_share if changes else 1.0))
 
     def output_bytes(self, layer: int) -> int:
         """Return the bytes of one sample's output of a layer, counted from 1."""
         return self.layers[layer - 1].output_bytes
+
+    def gradient_bytes(self, layer: int) -> int:
+        """Return the bytes of the gradient that one sample sends back to a layer, counted from 1."""
+        return self.layers[layer - 1].gradient_bytes
 
     def share(self, split_point: int, direction: str, encoding: str) -> float:
         """Return the share of a tensor's bytes at a cut, "up" or "down", that an encoding leaves; 1 if unknown."""
@@ -173,18 +197,28 @@ class Profile:
             return known[direction == "down"]
         return _LOSSY_SHARES[encoding] * 4 / item_bytes(self.dtype) if encoding in _LOSSY_SHARES else 1.0
 
-    def chunk_bytes(self, split_point: int, samples: int, encoding: str) -> list[int]:
-        """Return the bytes, before encoding, of each chunk that a micro-batch's tensor at a cut is encoded in.
+    def chunk_bytes(self, split_point: int, samples: int, encoding: str, direction: str = "up") -> list[int]:
+        """Return the bytes, before encoding, of each chunk that a micro-batch's tensors at a cut are encoded in.
 
-        By sizes alone: large samples are cut anywhere here, but real ones between their rows.
+        By sizes alone: large samples are cut anywhere here, but real ones between their rows. Of several tensors, each
+        is cut by itself, also if it is raw.
         """
+        if several := self.crossing_bytes(split_point, direction):
+            return [size for each in several for size in chunk_sizes((samples, each), 1)]
         item = item_bytes(self.dtype)
         return chunk_bytes((samples, self.output_bytes(split_point) // item), item, encoding)
 
-    def coded_bytes(self, split_point: int, samples: int, direction: str, encoding: str) -> list[int]:
-        """Return the bytes that an encoding leaves of each of these chunks: at least one."""
-        share = self.share(split_point, direction, encoding)
-        return [max(1, round(raw * share)) for raw in self.chunk_bytes(split_point, samples, encoding)]
+    def crossing_bytes(self, split_point: int, direction: str) -> list[int]:
+        """Return the bytes of a sample of each tensor that crosses a cut, "up" or "down", if several do."""
+        both = self.layers[split_point - 1].tensor_bytes
+        return [one[direction == "down"] for one in both if one[direction == "down"]]
+
+    def coded_bytes(
+        self, split_point: int, samples: int, direction: str, encoding: str, share: float | None = None
+    ) -> list[int]:
+        """Return the bytes that an encoding leaves of each of these chunks: at least one; `share` if it is known."""
+        share = self.share(split_point, direction, encoding) if share is None else share
+        return [max(1, round(raw * share)) for raw in self.chunk_bytes(split_point, samples, encoding, direction)]
 
     def coding_times(self, encoding: str) -> CodingTimes:
         """Return the times of an encoding; those of raw values if it was not measured."""
@@ -285,10 +319,13 @@ _WRITE_AGAIN = "Write it again with 'pipar profile -o FILE'."
 
 
 def _layer(tree: Any) -> LayerProfile:
-    values = only_fields(LayerProfile, tree)
+    # Profiles that were written before layers could be frozen, or several tensors cross a cut, have no such fields.
+    before = {"frozen_bytes": 0, "trained": True, "tensor_bytes": []}
+    values = only_fields(LayerProfile, {**before, **tree} if isinstance(tree, dict) else tree)
     times = {key: tuple(list_of(values[key], key)) for key in ("forward_s", "backward_s", "least_s")}
     shares = {name: tuple(list_of(of, "shares")) for name, of in object_of(values["shares"], "shares").items()}
-    return LayerProfile(**{**values, **times, "shares": shares})
+    crossing = tuple(tuple(list_of(one, "tensor_bytes")) for one in list_of(values["tensor_bytes"], "tensor_bytes"))
+    return LayerProfile(**{**values, **times, "shares": shares, "tensor_bytes": crossing})
 
 
 def _problem(profile: Profile) -> str | None:
@@ -348,12 +385,20 @@ def _layer_problem(layer: LayerProfile, sizes: tuple[int, ...]) -> str | None:
                     f"{key} of layer '{layer.name}' is {_shown(seconds)} at a batch of {size}, not a time from 0 to "
                     f"{LONGEST_S:g} s"
                 )
-    for key in ("output_bytes", "parameter_bytes", "saved_bytes", "working_bytes"):
+    for key in ("output_bytes", "parameter_bytes", "saved_bytes", "working_bytes", "frozen_bytes"):
         if not _is_count(getattr(layer, key), _MOST_COUNTED):
             given = _shown(getattr(layer, key))
             return f"{key} of layer '{layer.name}' is {given}, not a number of bytes from 0 to {_MOST_COUNTED:.0e}"
-    if not isinstance(layer.rectified, bool):
-        return f"rectified of layer '{layer.name}' is {layer.rectified!r}, not true or false"
+    if layer.tensor_bytes and not _are_crossing(layer):
+        return (
+            f"tensor_bytes of layer '{layer.name}' are {_shown(layer.tensor_bytes)}, not the bytes of up to "
+            f"{_MOST_TENSORS} tensors, output_bytes together, and of each one's gradient"
+        )
+    if layer.frozen_bytes > layer.parameter_bytes:
+        return f"layer '{layer.name}' has more frozen_bytes than parameter_bytes"
+    for key in ("rectified", "trained"):
+        if not isinstance(getattr(layer, key), bool):
+            return f"{key} of layer '{layer.name}' is {getattr(layer, key)!r}, not true or false"
     for name, shares in layer.shares.items():
         if name not in _CODED:
             return f"shares of layer '{layer.name}' are of '{name}', which is none of {', '.join(_CODED)}"
@@ -363,6 +408,15 @@ def _layer_problem(layer: LayerProfile, sizes: tuple[int, ...]) -> str | None:
                 "of activations and of gradients"
             )
     return None
+
+
+def _are_crossing(layer: LayerProfile) -> bool:
+    both = layer.tensor_bytes
+    if len(both) > _MOST_TENSORS or not all(
+        len(one) == 2 and all(_is_count(n, _MOST_COUNTED) for n in one) for one in both
+    ):
+        return False
+    return all(down in (0, up) for up, down in both) and sum(up for up, _ in both) == layer.output_bytes
 
 
 def _is_amount(value: Any) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 from pipar.errors import PlanError
 from pipar.job.job import Job
 from pipar.job.plans import plans_by_estimate
-from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.encoding import reencoded
 from pipar.planner.fleet import Fleet
@@ -120,22 +119,13 @@ def _changes(fleet: Fleet) -> list[tuple[str, Fleet]]:
         ("devices twice as fast", fleet.slower(devices=0.5)),
     ]
     if _has_rates(fleet):
-        members = tuple(replace(member, link=_doubled(member.link)) for member in fleet.members)
+        members = tuple(replace(member, link=member.link.times(2)) for member in fleet.members)
         changes.insert(0, ("twice the bandwidth", replace(fleet, members=members)))
     return changes
 
 
 def _has_rates(fleet: Fleet) -> bool:
     return any(member.link.up_bps or member.link.down_bps for member in fleet.members)
-
-
-def _doubled(link: Link) -> Link:
-    update = {
-        "up_bps": link.up_bps and link.up_bps * 2,
-        "down_bps": link.down_bps and link.down_bps * 2,
-        "cycle": tuple(map(_doubled, link.cycle)),
-    }
-    return link.model_copy(update=update)
 
 
 def _free(fleet: Fleet) -> Fleet:

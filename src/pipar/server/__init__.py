@@ -8,7 +8,10 @@ rounds), `participants` (devices get their orders before a round).
 Devices: `membership` (they join, are lost, resume and leave), `session` (the state of one device), `device_messages`
 (their messages, checked), `name_conflicts` (two devices with one credential), `allowances` (how much they may send),
 `enrolment` (which may join, and their first plans), `allow_list` (which of them the operator has named), `refusals`
-(those that may not), `liveness` (which have fallen silent).
+(those that may not).
+
+How long they are waited for: `timeouts` (chosen from what is known), `patience` (what is known), `deadlines` (of a
+round), `silence` (devices that show no sign of life are lost), `liveness` (which are silent, for the live page).
 
 Around the training: `interfaces` (what a server is given), `validation`, `epoch_results` (the numbers of each epoch),
 `progress`.

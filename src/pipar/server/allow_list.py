@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipar.errors import InputError, ProtocolError, TryAgainError
 from pipar.private_files import read_bytes
+from pipar.transport.reloading import change_text
 
 
 class AllowList:
@@ -19,7 +20,7 @@ class AllowList:
     def __init__(self, allowed: Collection[str] | str) -> None:
         self._file = Path(allowed) if isinstance(allowed, str) else None
         self._names = frozenset() if isinstance(allowed, str) else frozenset(allowed)
-        self.names()  # a server does not start with a file that cannot be read
+        self._seen = self.names()  # a server does not start with a file that cannot be read
 
     def names(self) -> frozenset[str]:
         """Return the names of the devices that may take part now."""
@@ -31,6 +32,16 @@ class AllowList:
         except UnicodeDecodeError:
             raise InputError(f"{self._file} is not text: server.allow needs one name of a device a line.") from None
         return frozenset(name for line in lines if (name := line.strip()) and not name.startswith("#"))
+
+    def take_change(self) -> str | None:
+        """Return a sentence about the names that the file has gained and lost since this was last asked, if any."""
+        try:
+            before, self._seen = self._seen, self.names()
+        except InputError:
+            return None  # devices that join are told
+        if self._file is None:
+            return None
+        return change_text(self._file, dict.fromkeys(before), dict.fromkeys(self._seen))
 
     def check(self, name: str) -> None:
         """Raise ProtocolError if the device may not take part; it may try again if the file cannot be read."""

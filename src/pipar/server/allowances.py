@@ -37,7 +37,7 @@ class Limits:
                 plan.micro_batches,
                 is_sized=True,
                 activation_bytes=largest_piece * (network.output_bytes(plan.split_point) + LABEL_BYTES),
-                model_bytes=self._learner.part_bytes(session.device),
+                model_bytes=self._learner.part_bytes(session.device, frozen=False),
                 state_bytes=self._learner.model_bytes() if orders.keep_momentum else 0,
                 trace_bytes=min(_LARGEST_TRACE_BYTES, SMALL_BODY_BYTES + spans_bytes),
             )

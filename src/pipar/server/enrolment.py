@@ -95,9 +95,17 @@ class OpenEnrolment:
         """Call this with the job whenever its devices, their profiles or their first plans change."""
         self._listeners.append(listener)
 
-    def check(self, introduction: Introduction) -> None:
+    def take_change(self) -> str | None:
+        """Return a sentence about a change of the file of server.allow since this was last asked, if any."""
+        return None if self._allow_list is None else self._allow_list.take_change()
+
+    def check_allowed(self, name: str) -> None:
+        """Raise ProtocolError if server.allow does not name a device now."""
         if self._allow_list is not None:
-            self._allow_list.check(introduction.name)
+            self._allow_list.check(name)
+
+    def check(self, introduction: Introduction) -> None:
+        self.check_allowed(introduction.name)
         if introduction.profile is None:
             raise ProtocolError(f"'{introduction.name}' sent no profile of its machine, so no plan can be made for it.")
         most = self.job.most_samples

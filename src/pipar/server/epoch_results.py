@@ -26,6 +26,7 @@ class _Epoch:
     downlinks: list[EpochTrace] = field(default_factory=list)
     bytes_up: dict[str, int] = field(default_factory=dict)
     bytes_down: dict[str, int] = field(default_factory=dict)
+    rates_bps: dict[str, list[float | None]] = field(default_factory=dict)
     server: EpochTrace | None = None
     awaited: set[str] = field(default_factory=set)  # devices whose traces are missing
     round: RoundSummary | None = None
@@ -63,6 +64,7 @@ class TimeBounds:
         self._links = links
         self._bounds = {1: bounds}  # by the first epoch that they hold for
         self._bounds_of = bounds_of
+        self._recalled: dict[int, frozenset[str]] = {}  # by epoch: devices that compute nothing
 
     def join(self, device: str, link: Link) -> None:
         """Add a device."""
@@ -76,6 +78,11 @@ class TimeBounds:
     def forget(self, epoch: int) -> None:
         """Keep only the bounds of later epochs."""
         self._bounds = entries_from(self._bounds, epoch + 1)
+        self._recalled = {number: devices for number, devices in self._recalled.items() if number > epoch}
+
+    def recall(self, epoch: int, devices: Collection[str]) -> None:
+        """These devices compute nothing in an epoch: the server has kept their activations."""
+        self._recalled[epoch] = self._recalled.get(epoch, frozenset()) | frozenset(devices)
 
     def seconds(self, number: int, epoch: _Epoch) -> float:
         """Return the bound of an epoch, from the bytes sent over the configured rates, and from profiled compute.
@@ -91,7 +98,8 @@ class TimeBounds:
             up_bps, down_bps = (None, None) if link.cycle else (link.up_bps, link.down_bps)
             up = epoch.bytes_up[name] * 8 / up_bps if up_bps else _busy(epoch.devices[name], UPLINK)
             down = epoch.bytes_down[name] * 8 / down_bps if down_bps else _busy(downlinks[name], DOWNLINK)
-            slowest = max(slowest, up, down, bounds.device_s.get(name, 0.0))
+            device_s = 0.0 if name in self._recalled.get(number, ()) else bounds.device_s.get(name, 0.0)
+            slowest = max(slowest, up, down, device_s)
         return slowest
 
 
@@ -119,6 +127,12 @@ class ResultCollector:
         self._last_round_s = 0.0
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
+
+    def recall(self, epoch: int, devices: Collection[str]) -> None:
+        """These devices refer to activations that they have sent before, in this epoch."""
+        self._bounds.recall(epoch, devices)
+        if self._predictor is not None:
+            self._predictor.recall(epoch, devices)
 
     def add_trace(self, trace: EpochTrace, downlink: EpochTrace, bytes_up: int, bytes_down: int) -> None:
         """Take a device's trace of an epoch, with what the server counted of its link."""
@@ -165,6 +179,7 @@ class ResultCollector:
 
     def measure_links(self, epoch: int, measured: Mapping[str, MeasuredLink]) -> None:
         """Take the links as the traffic of an epoch has shown them."""
+        self._epoch(epoch).rates_bps = {name: _rates_bps(link) for name, link in sorted(measured.items())}
         if self._predictor is not None:
             self._predictor.measure_links(epoch, measured)
 
@@ -270,6 +285,7 @@ class ResultCollector:
             error_down=summary.errors[1],
             epsilon=summary.epsilon,
             device_bytes={name: [epoch.bytes_up[name], epoch.bytes_down[name]] for name in sorted(epoch.bytes_up)},
+            device_rates=epoch.rates_bps,
             predicted_s=self._predictor.predicted_s(number, summary.counted) if self._predictor is not None else None,
         )
 
@@ -278,6 +294,11 @@ def stale_epochs(losses: Iterable[float | None]) -> int:
     """Return the number of validation losses after the best one; one that has diverged is the worst."""
     known = [loss if math.isfinite(loss) else math.inf for loss in losses if loss is not None]
     return len(known) - 1 - known.index(min(known)) if known else 0
+
+
+def _rates_bps(link: MeasuredLink) -> list[float | None]:
+    """Return the rates up and down, as far as the traffic was enough to show them; None also for no limit."""
+    return [way.rate_bps if way.is_enough else None for way in (link.up, link.down)]
 
 
 def _busy(trace: EpochTrace, lane: str) -> float:

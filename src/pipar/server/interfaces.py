@@ -17,6 +17,8 @@ from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.profile import Profile
 from pipar.server.device_messages import Introduction
 from pipar.server.epoch_results import ResultCollector
+from pipar.server.patience import ChosenTimeouts
+from pipar.server.session import Session
 from pipar.wire.messages import Body, Message
 from pipar.wire.orders import Orders, TrainedPart
 
@@ -37,13 +39,28 @@ class ServerPart(Protocol):
     def receive_momentum(self, body: Body) -> None: ...
 
 
+class Kept(Protocol):
+    """Activations that devices have sent and need not send again; a device can refer to its own only."""
+
+    @property
+    def limit_bytes(self) -> int: ...  # of each device; 0: nothing is kept
+    def epoch_of(self, device: str, session: int) -> int | None: ...  # in which it has sent them all
+    def begin(self, device: str, session: int, epoch: int, samples: int) -> None: ...  # what it sends is kept now
+    def add(self, device: str, decoded: Any) -> Any: ...  # returns the same
+    def refusal(self, device: str) -> str | None: ...  # why there is no room for what it sends
+    def recall(self, device: str, message: Message) -> Any: ...  # what a message refers to, decoded
+
+
 class Learner(Protocol):
     """The global model M and its replicas M^s_k."""
 
+    @property
+    def kept(self) -> Kept: ...
+
     def replica(self, device: str) -> ServerPart: ...
-    def pack(self, device: str, *, changes: bool = False) -> Body: ...
-    def part_bytes(self, device: str) -> int: ...
-    def model_bytes(self) -> int: ...
+    def pack(self, device: str, *, changes: bool = False, frozen: bool = True) -> Body: ...
+    def part_bytes(self, device: str, *, frozen: bool = True) -> int: ...  # with or without what is not trained
+    def model_bytes(self, *, frozen: bool = True) -> int: ...
     def decode(self, device: str, body: Body) -> Any: ...  # of the part that the device returns
     def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None: ...
     def discard_progress(self, device: str) -> None: ...  # what it has trained since the last aggregation
@@ -86,6 +103,18 @@ class Enrolment(AdmissionPolicy, Protocol):
         """Return the orders of a device that joins later; one that took part before keeps its plan."""
 
 
+class Deadline(Protocol):
+    """Knows which devices are too late. With own replicas, none is before another one has finished."""
+
+    @property
+    def seconds(self) -> float | None: ...  # None: not the same for all, or none at all
+    def begin(self, group: Collection[Session]) -> None: ...  # a round, or a turn, begins now
+    def timeout_s(self, waiting: Collection[Session], *, any_finished: bool) -> float | None: ...
+    def late(self, waiting: Collection[Session], *, any_finished: bool) -> dict[Session, str]: ...  # and why
+    def restart(self, waiting: Collection[Session], *, any_late: bool) -> None: ...  # without those that were late
+    def lengthen(self, *, one_at_a_time: bool) -> None: ...  # all devices were too late, and would be again
+
+
 @dataclass(frozen=True)
 class Training:
     """The settings that the server follows."""
@@ -97,6 +126,7 @@ class Training:
     min_devices: int = 1
     round_deadline_s: float | None = None  # devices that have not finished by then are excluded, if any has
     validation: Sequence[tuple[int, Any]] = ()  # held-out batches: number of samples, and the evaluator's argument
+    deadline: Deadline | None = None  # of each round, if neither a fixed one nor one that the server learns
 
 
 @dataclass(frozen=True)
@@ -108,6 +138,7 @@ class SessionSettings:
     numbers: Iterable[int] | None = None  # of sessions; 1, 2, 3 ... if None
     real_links: bool = False  # their rates are measured, not configured
     keep_spans: Container[str] | None = None  # devices whose spans are kept; None: all
+    timeouts: ChosenTimeouts | None = None  # those that the server chooses by itself; None: it chooses none
 
 
 @dataclass(frozen=True)

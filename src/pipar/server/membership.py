@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from operator import attrgetter
+from urllib.parse import unquote
 
 from pipar.errors import LinkError, ProtocolError, TryAgainError, describe, forget_frames, is_lack_of_memory, peer_text
 from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting
@@ -17,6 +18,7 @@ from pipar.server.device_messages import Introduction, read_hello
 from pipar.server.epoch_results import ResultCollector
 from pipar.server.interfaces import AdmissionPolicy, SessionSettings
 from pipar.server.name_conflicts import NameConflicts
+from pipar.server.patience import Patience
 from pipar.server.refusals import RefusalReporter
 from pipar.server.session import Session, fault
 from pipar.transport.channel import Channel
@@ -50,6 +52,7 @@ class Membership:
         self._results = results
         self._accountant = accountant
         self._observe = observe
+        self.patience = Patience(settings.timeouts, observe)
         self._refusals = RefusalReporter(observe)
         self._numbers = iter(settings.numbers if settings.numbers is not None else count(1))
         self._conflicts = NameConflicts()
@@ -91,8 +94,8 @@ class Membership:
         await _send_refusal(transport, error, again=again)
 
     def report_refused(self, origin: str, reason: str) -> None:
-        """Report a refused connection by gRPC's name of its origin, such as "ipv4:10.0.0.9:5123"."""
-        host = origin.partition(":")[2].rpartition(":")[0]  # each attempt has another port
+        """Report a refused connection by gRPC's name of its origin: "ipv4:10.0.0.9:5123", "ipv6:%5B::1%5D:5123"."""
+        host = unquote(origin).partition(":")[2].rpartition(":")[0]  # each attempt has another port
         self._refusals.report(f"a device at {host or origin}", reason, again=False)
 
     def _join(self, hello: Frame, transport: Transport, peer: str | None) -> Session:
@@ -115,7 +118,7 @@ class Membership:
             raise TryAgainError(f"A device called '{name}' has joined already.")
         if previous.channel.is_attached:
             self._conflicts.replace(name, self._loop.time())
-        self.end(previous, LinkError("it joined again"))
+        self.end(previous, LinkError("it was started again, or another device uses its name"))
 
     def _begin(self, introduction: Introduction, transport: Transport) -> Session:
         name, settings = introduction.name, self._settings
@@ -129,6 +132,7 @@ class Membership:
         )
         session = Session(introduction, next(self._numbers), channel, recorder)
         channel.session = session.number
+        channel.answers_alive = True
         channel.limit(body_limit({}))  # small messages only, until its plan is known
         channel.emulate(self._policy.link(name), attrgetter("down_bps"))
         self.sessions[name] = session
@@ -144,6 +148,7 @@ class Membership:
         name = peer if peer is not None else str(read_json(hello.only()).get("name"))
         session = self.sessions.get(name)
         if hello.message.kind is not Kind.HELLO or session is None or session.number != hello.session:
+            self.patience.tried_to_resume(name)
             raise _SessionGoneError("That session is over.")
         if not session.is_welcome:
             raise _SessionGoneError("That session has not begun.")
@@ -154,13 +159,28 @@ class Membership:
 
     def _lost(self, session: Session, error: LinkError) -> None:
         """A connection is lost; its device may resume the session within the window, or while the round waits."""
-        if session.is_over or not session.is_welcome or self._settings.resume_window_s <= 0:
+        window_s = self._window_s(session)
+        if session.is_over or not session.is_welcome or window_s <= 0:
             self.end(session, error)
             return
-        window_s = max(self._settings.resume_window_s, self._round_ends_at - self._loop.time())
+        window_s = max(window_s, self._round_ends_at - self._loop.time())
         self._observe(Away(session.device, window_s))
-        timed_out = LinkError(f"its link was lost for more than {window_s:g} s")
+        timed_out = LinkError(f"its link was lost for more than {window_s:.6g} s")
         self._away[session] = (self._loop.call_later(window_s, self.end, session, timed_out), self._loop.time())
+
+    def _window_s(self, session: Session) -> float:
+        return (
+            self.patience.resume_window_s(session) if self.patience.chooses_window else self._settings.resume_window_s
+        )
+
+    def give_up_silent(self, session: Session, silent_s: float) -> None:
+        """Nothing has been heard from a device for too long: its connection is lost, and by default so is its place."""
+        reason = LinkError(f"nothing was heard from it for {silent_s:.3g} s")
+        if self.patience.chooses_window:  # the window has passed as well: it counts from the last sign of life
+            self.patience.fell_silent(session)
+            self.end(session, reason)
+        else:
+            session.channel.lose(reason)
 
     def _cancel_timeout(self, session: Session) -> float:
         """Cancel the timeout of a lost connection; return when it was lost."""
@@ -283,7 +303,7 @@ class Membership:
 
     def _take(self, session: Session, message: Message) -> None:
         if message.kind is Kind.FAULT:
-            raise LinkError(f"it gave up: {peer_text(read_json(message).get('reason', 'no reason'))}")
+            raise LinkError(f"it ended its session ({peer_text(read_json(message).get('reason', 'no reason'))})")
         if message.kind is Kind.STOP and session.is_stopped:
             raise LinkError("it has left")
         if not session.is_welcome:

@@ -29,7 +29,7 @@ class ModelExchange:
         device, body = session.device, message.body
         if body.encoding != "changes":
             return TrainedPart(device, body, samples)  # its tensors lie in the body
-        size = self._learner.part_bytes(device)
+        size = self._learner.part_bytes(device, frozen=False)
         decode = Work("decode", message.epoch, size_bytes=size, device=device, encoding="changes")
         state = await self._pool.run((decode, partial(self._learner.decode, device, body)))
         return TrainedPart(device, EMPTY, samples, state)
@@ -45,26 +45,29 @@ class ModelExchange:
 
     async def aggregate(self, epoch: int, sessions: Sequence[Session], returned: Sequence[TrainedPart]) -> None:
         """Make the new global model: M = sum over k of D^k / sum(D) M^k, or as the configured aggregation says."""
-        work = Work("aggregate", epoch, size_bytes=self._learner.model_bytes() * len(returned))
+        work = Work("aggregate", epoch, size_bytes=self._learner.model_bytes(frozen=False) * len(returned))
         keep_before = any(self._sends_changes(session, epoch) for session in sessions)
         await self._pool.run((work, partial(self._learner.aggregate, returned, keep_before=keep_before)))
 
     async def distribute(self, group: Sequence[Session], epoch: int) -> None:
         """Send each device of a group its part of the global model; each split point is packed once."""
-        packed: dict[tuple[int, bool], Body] = {}
+        packed: dict[tuple[int, bool, bool], Body] = {}
         for session in group:
             split_point = self._plans.orders(session.device).plan.split_point
             # A device that has the previous model, cut in the same place, needs only the changes.
             changes = session.installed == (epoch - 1, split_point) and self._sends_changes(session, epoch)
-            key = (split_point, changes)
+            # One that has had any model of this part has its frozen parameters.
+            frozen = session.installed is None or session.installed[1] != split_point
+            key = (split_point, changes, frozen)
             if key not in packed:
-                packed[key] = await self._pack(session.device, epoch, changes=changes)
+                packed[key] = await self._pack(session.device, epoch, changes=changes, frozen=frozen)
             session.send_model(Message(Kind.MODEL, epoch, body=packed[key]), split_point)
 
-    async def _pack(self, device: str, epoch: int, *, changes: bool) -> Body:
+    async def _pack(self, device: str, epoch: int, *, changes: bool, frozen: bool) -> Body:
         form = "changes" if changes else "raw"
-        work = Work("pack", epoch, size_bytes=self._learner.part_bytes(device), encoding=form)
-        body: Body = await self._pool.run((work, partial(self._learner.pack, device, changes=changes)))
+        work = Work("pack", epoch, size_bytes=self._learner.part_bytes(device, frozen=frozen), encoding=form)
+        pack = partial(self._learner.pack, device, changes=changes, frozen=frozen)
+        body: Body = await self._pool.run((work, pack))
         return body
 
     def _sends_changes(self, session: Session, epoch: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -94,6 +94,11 @@ class PlanUpdates:
 
     # --- links
 
+    def recall(self, epoch: int, devices: Collection[str]) -> None:
+        """These devices refer to activations that they have sent before, in this epoch."""
+        if devices:
+            self._results.recall(epoch, devices)
+
     def begin_measuring(self, devices: Iterable[str]) -> None:
         """A round begins whose traffic will show the links of these devices."""
         self._measured, self._unmeasured = {}, set(devices)
@@ -138,6 +143,7 @@ class PlanUpdates:
     def _send(self, session: Session, plan: Plan, epoch: int, leaving: Body | None) -> None:
         """Send a device its new plan, and the momentum of the layers that it takes over, if that is kept."""
         self.limit(session)
+        session.forget_model_of_another_part(plan.split_point)
         session.channel.post(Message(Kind.PLAN, epoch, body=plan_body(plan)))
         if leaving is not None:
             session.channel.post(Message(Kind.STATE, epoch, body=leaving))

@@ -6,9 +6,10 @@ served. It aggregates the complete models at the end of each round and sends eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 
-from pipar.errors import PiparError
+from pipar.errors import PiparError, ProtocolError, TryAgainError
 from pipar.events import BudgetSpent, RoundOver
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
@@ -24,6 +25,7 @@ from pipar.server.replicas import Replicas, SharedReplica
 from pipar.server.rounds import Round, Rounds, run_to_end
 from pipar.server.serving import Serving
 from pipar.server.session import Session
+from pipar.server.silence import SilenceWatch
 from pipar.server.validation import Validation
 from pipar.transport.interface import Transport
 
@@ -41,6 +43,7 @@ class Server:
         sessions: SessionSettings,
     ) -> None:
         self.done = 0  # the last round that is complete
+        self._watching: asyncio.Task[None] | None = None
         self._training = training
         self._lanes = lanes
         self._results, self._accountant = services.results, services.accountant
@@ -63,6 +66,8 @@ class Server:
     async def train(self, done: int = 0) -> None:
         """Train all epochs after the first `done`, or until the validation loss has not improved for `patience`."""
         self.done = done
+        if self._membership.patience.watches_silence:
+            self._watching = asyncio.create_task(SilenceWatch(self._membership).watch())
         try:
             await self._participants.begin(done)  # line 1: split points P^k, of which the replicas are built
             await self._train_rounds(done)
@@ -138,6 +143,7 @@ class Server:
             reporting=[session.device for session in reporting],
         )
         self.done = this.epoch
+        self._membership.patience.round_is_over(this.seconds)
         partly = self._replicas.partly_trained(counted)
         self._observe(RoundOver(this.epoch, counted, partly, self._accountant.epsilons()))
 
@@ -201,6 +207,16 @@ class Server:
         """Return the fleet as the training has shown it; None where nothing is predicted."""
         return self._results.fleet()
 
+    async def dismiss_unless(self, check: Callable[[str], None]) -> None:
+        """Dismiss the devices for whose name the check raises ProtocolError; those that may try again stay."""
+        for session in self._membership.present():
+            try:
+                check(session.device)
+            except TryAgainError:
+                continue
+            except ProtocolError as error:
+                await self._membership.dismiss(session, error)
+
     async def wait_until_left(self) -> None:
         """Return when every device has left, after 'stop training'."""
         await self._membership.wait_until_left()
@@ -215,6 +231,8 @@ class Server:
 
     def close(self) -> None:
         """End all sessions and lanes; no running work changes the model afterwards."""
+        if self._watching is not None:
+            self._watching.cancel()
         self._membership.close()
         self._lanes.pool.close()
         self._lanes.background.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 
+from pipar.errors import peer_text
 from pipar.events import Observer, Refused
 
 _AGAIN_AFTER_S = 60.0
@@ -25,7 +26,8 @@ class RefusalReporter:
         """Report a refusal, unless the same one was reported less than a minute ago."""
         now = asyncio.get_running_loop().time()
         # Without digits: a peer that gives another number each time must not fill the log.
-        key = shortened(device), _DIGITS.sub("0", shortened(reason))
+        device, reason = peer_text(device, _MOST_CHARACTERS), peer_text(reason, _MOST_CHARACTERS)
+        key = device, _DIGITS.sub("0", reason)
         before = self._reported.pop(key, None)
         if before is not None and now < before + _AGAIN_AFTER_S:
             self._reported[key] = before
@@ -33,9 +35,4 @@ class RefusalReporter:
         self._reported[key] = now
         if len(self._reported) > _MOST_REMEMBERED:
             del self._reported[next(iter(self._reported))]
-        self._observe(Refused(shortened(device), shortened(reason), again))
-
-
-def shortened(text: str) -> str:
-    """Return a text of a peer that fits a log line."""
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+        self._observe(Refused(device, reason, again))

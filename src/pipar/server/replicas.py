@@ -10,7 +10,7 @@ from pipar.errors import UnusableStepError
 from pipar.execution.lanes import Ended, Lanes, Step
 from pipar.execution.work import Work
 from pipar.methods import Method
-from pipar.server.interfaces import Learner, ServerPart
+from pipar.server.interfaces import Kept, Learner, ServerPart
 from pipar.server.session import Session
 from pipar.server.turn_order import TurnOrder
 from pipar.wire.messages import Message
@@ -28,6 +28,11 @@ class Replicas:
     def of(self, device: str) -> ServerPart:
         """Return the server-side model of a device."""
         return self._learner.replica(device)
+
+    @property
+    def kept(self) -> Kept:
+        """The activations that devices need not send again."""
+        return self._learner.kept
 
     def begin_round(self) -> None:
         """A new round begins."""

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from pipar.errors import TooFewDevicesError, UnusableModelError
 from pipar.events import BegunAnew, Observer
+from pipar.server.deadlines import FixedDeadline, LearnedDeadline
 from pipar.server.device_messages import SquaredError, added_errors
-from pipar.server.interfaces import Training
+from pipar.server.interfaces import Deadline, Training
 from pipar.server.membership import Membership
 from pipar.server.model_exchange import ModelExchange
 from pipar.server.replicas import Replicas
@@ -19,7 +20,8 @@ from pipar.server.serving import DeviceUpdate, Serving
 from pipar.server.session import Session
 
 T = TypeVar("T")
-_Tasks = dict[asyncio.Task[DeviceUpdate | None], Session]
+_Task = asyncio.Task[DeviceUpdate | None]
+_Tasks = dict[_Task, Session]
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,12 @@ class Rounds:
         observe: Observer,
     ) -> None:
         self._one_device_at_a_time = training.method.one_device_at_a_time
-        self._deadline_s = training.round_deadline_s
-        self._membership = membership
+        self._patience = patience = membership.patience
+        self._deadline: Deadline = training.deadline or (
+            LearnedDeadline(patience, replicas)
+            if patience.chooses_deadline
+            else FixedDeadline(training.round_deadline_s, membership, replicas)
+        )
         self._replicas = replicas
         self._serving = serving
         self._exchange = exchange
@@ -100,6 +106,7 @@ class Rounds:
     async def serve(self, epoch: int, group: Sequence[Session]) -> Round:
         """Serve a round; return it with the updates of the devices that finished it."""
         self._replicas.begin_round()
+        self._patience.gathered(group)
         this = Round(epoch, self._loop.time())
         turns = [[session] for session in group] if self._one_device_at_a_time else [list(group)]
         restore = self._exchange.hold() if len(turns) > 1 else None
@@ -123,52 +130,49 @@ class Rounds:
 
     async def _serve_all(self, this: Round, group: Sequence[Session]) -> list[DeviceUpdate]:
         """Serve devices at the same time; return the updates of those that were not lost and not too late."""
-        ends_at = self._next_deadline()
-        self._serving.begin(group, this.epoch)
+        self._deadline.begin(group)
+        self._serving.begin(group, this.epoch, self._patience.signs_of_life)
         serving = {self._loop.create_task(self._serving.serve(session, this.epoch)): session for session in group}
         updates: list[DeviceUpdate] = []
         try:
-            waiting = set(serving)
+            waiting = dict(serving)
             while waiting:
-                timeout_s = self._timeout_s(ends_at, any_finished=bool(updates))
-                done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                updates += [update for task in done if (update := task.result()) is not None]
+                timeout_s = self._deadline.timeout_s(waiting.values(), any_finished=bool(updates))
+                done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                updates += [update for task in done if (update := self._result(task, waiting[task])) is not None]
+                waiting = {task: session for task, session in waiting.items() if task not in done}
                 if not done:  # the deadline has passed
-                    late = self._too_late({t: serving[t] for t in serving if t in waiting}, any_finished=bool(updates))
-                    for task, session in late.items():
-                        await self._abandon(this, task, session)
-                    waiting -= late.keys()
-                    ends_at = self._next_deadline()
+                    waiting = await self._end_without_late(this, waiting, any_finished=bool(updates))
         finally:
             for task in serving:
                 task.cancel()
         return sorted(updates, key=lambda update: update.returned.device)
 
-    def _too_late(self, serving: _Tasks, *, any_finished: bool) -> _Tasks:
-        """Return those of the devices that the round ends without, in name order."""
-        is_too_late = self._replicas.is_too_late
-        return {task: one for task, one in serving.items() if is_too_late(one, any_finished=any_finished)}
+    def _result(self, task: _Task, session: Session) -> DeviceUpdate | None:
+        update = task.result()
+        if update is not None:
+            self._patience.finished(session, session.measured)
+        else:
+            self._patience.left_out(session)
+        return update
 
-    def _timeout_s(self, ends_at: float | None, *, any_finished: bool) -> float | None:
-        """Return the time left until the deadline. With own replicas there is none until a device has finished."""
-        if ends_at is None or not (self._replicas.is_shared or any_finished):
-            return None
-        return max(0.0, ends_at - self._loop.time())
+    async def _end_without_late(self, this: Round, waiting: _Tasks, *, any_finished: bool) -> _Tasks:
+        """Exclude the devices that are too late; return the others."""
+        late = self._deadline.late(waiting.values(), any_finished=any_finished)
+        for task, session in waiting.items():
+            if session in late:
+                await self._abandon(this, task, session, late[session])
+        left = {task: session for task, session in waiting.items() if session not in late}
+        self._deadline.restart(left.values(), any_late=bool(late))
+        return left
 
-    def _next_deadline(self) -> float | None:
-        """Return the deadline of a round, or of a turn, that begins or continues now."""
-        if self._deadline_s is None:
-            return None
-        ends_at = self._loop.time() + self._deadline_s
-        self._membership.keep_places_until(ends_at)
-        return ends_at
-
-    async def _abandon(self, this: Round, task: asyncio.Task[Any], session: Session) -> None:
+    async def _abandon(self, this: Round, task: _Task, session: Session, why: str) -> None:
         """End the round without a device that is too late; it takes part in the next one."""
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         this.any_late = True
-        await self._serving.drop(session, this.epoch, f"it missed the deadline of {self._deadline_s:g} s")
+        self._patience.left_out(session)
+        await self._serving.drop(session, this.epoch, why)
         session.abandon(this.epoch)
 
     async def aggregate(self, this: Round) -> None:
@@ -211,9 +215,9 @@ class Rounds:
     async def discard(self, this: Round) -> None:
         """Undo a round in which no device counts; it starts over."""
         await self._replicas.discard_round(this.epoch)
-        if self._one_device_at_a_time and this.any_late and self._deadline_s is not None:
-            self._deadline_s *= 2  # all devices were too late, and would be again
-        self._observe(BegunAnew(this.epoch, self._deadline_s))
+        if this.any_late:
+            self._deadline.lengthen(one_at_a_time=self._one_device_at_a_time)
+        self._observe(BegunAnew(this.epoch, self._deadline.seconds))
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:

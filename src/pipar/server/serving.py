@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipar.errors import LinkError, ProtocolError, describe, forget_frames, is_lack_of_memory
-from pipar.events import Dropped, Observer
+from pipar.events import Dropped, NotKept, Observer
 from pipar.execution.work import Place, Work
 from pipar.server.device_messages import EndOfEpoch, SquaredError, added_errors, expect, read_end
 from pipar.server.interfaces import ServerPart
@@ -56,13 +56,23 @@ class Serving:
         self._progress = progress
         self._observe = observe
 
-    def begin(self, group: Sequence[Session], epoch: int) -> None:
-        """Let the devices of a group train, at the same time."""
+    def begin(
+        self, group: Sequence[Session], epoch: int, signs_of_life: Callable[[Session], Mapping[str, float]]
+    ) -> None:
+        """Let the devices of a group train, at the same time, and show `signs_of_life` as this says for each."""
         devices = [session.device for session in group]
         self._replicas.begin_turns(devices)
         self._plans.begin_measuring(devices)
+        kept = {session: self._kept_epoch(session) for session in group}
+        self._plans.recall(epoch, [session.device for session in group if kept[session] is not None])
         for session in group:
-            session.begin_round(epoch)
+            session.begin_round(epoch, signs_of_life(session), kept[session])
+
+    def _kept_epoch(self, session: Session) -> int | None:
+        """Return the epoch whose activations a device need not send again."""
+        if not self._plans.orders(session.device).keeps_activations:
+            return None
+        return self._replicas.kept.epoch_of(session.device, session.number)
 
     async def serve(self, session: Session, epoch: int) -> DeviceUpdate | None:
         """Serve one device's epoch; return its update, or None if the device was lost or broke the protocol."""
@@ -92,6 +102,7 @@ class Serving:
             batches.count(message)
             if batches.samples > session.introduction.samples:
                 raise ProtocolError(f"{message} exceeds the {session.introduction.samples} samples of the device.")
+            self._begin_to_keep(session, orders, message)
             await self._serve_micro_batch(session, replica, orders, message)
             if batches.is_whole:
                 loss, error = await self._finish_iteration(session, replica, orders, message)
@@ -102,6 +113,7 @@ class Serving:
         if splits:
             batches.check_end(message, end)
         session.check_end(message, end)
+        self._report_not_kept(session)
         self._plans.add_measured(session.device, session.measure(end, epoch), epoch)
         model = await session.next_message()
         expect(model, Kind.MODEL, epoch)
@@ -109,6 +121,29 @@ class Serving:
         returned = await self._exchange.receive(session, model, end.samples)
         known = [loss for loss in losses if loss is not None]
         return DeviceUpdate(session, returned, sum(known) if known else end.loss_sum, (end.error, added_errors(errors)))
+
+    def _begin_to_keep(self, session: Session, orders: Orders, message: Message) -> None:
+        """Keep the activations of an epoch from its first micro-batch on, if they will be the same in the next one."""
+        is_first = (message.iteration, message.micro_batch) == (1, 1)
+        if is_first and orders.keeps_activations and message.body.encoding != "kept":
+            samples = session.introduction.samples
+            self._replicas.kept.begin(session.device, session.number, message.epoch, samples)
+
+    def _report_not_kept(self, session: Session) -> None:
+        """Say once in a session that there is no room to keep a device's activations."""
+        reason = self._replicas.kept.refusal(session.device)
+        if reason is not None and not session.knows_refusal and self._replicas.kept.limit_bytes:
+            session.knows_refusal = True
+            self._observe(NotKept(session.device, reason))
+
+    def _decoding(self, session: Session, replica: ServerPart, orders: Orders, message: Message) -> Callable[[], Any]:
+        """Return how the activations of a message are read: from the message, or from what the device sent before."""
+        device, kept, decode = session.device, self._replicas.kept, partial(replica.decode, message, orders.plan.up)
+        if message.body.encoding == "kept":
+            if not session.round.refers:
+                raise ProtocolError(f"{message} refers to activations, but the server has not said that it has them.")
+            return partial(kept.recall, device, message)
+        return (lambda: kept.add(device, decode())) if orders.keeps_activations else decode
 
     async def _next(self, session: Session) -> Message:
         """Return the next message of a device; after an abandoned round, its plan's limits hold again."""
@@ -128,17 +163,23 @@ class Serving:
         """Compute the gradients of one micro-batch, and send that of its activations to the device."""
         await self._replicas.wait_for_turn(session.device)
         plan, work = orders.plan, _work_of(message, orders, session.device)
+        reply = GradientReply(session, message)
+        place = (*reply.place, session.device)
+        encoding = "raw" if message.body.encoding == "kept" else plan.up
+        decode = replace(work("decode"), encoding=encoding, chunks=chunk_count(message.body))
+        forward = (decode, self._decoding(session, replica, orders, message)), (work("fs"), replica.forward)
+        if not orders.trains_part:  # the answer is empty: it only grants the next micro-batch
+            backward = (work("bs"), lambda forwarded: replica.encode(replica.backward(forwarded), plan.down, place))
+            reply.send_first(await self._replicas.compute(session, *forward, backward))
+            return
         first, *others = (
             replace(work("encode"), size_bytes=size, encoding=plan.down)
             for size in replica.chunk_bytes(message, plan.down)
         )
-        reply = GradientReply(session, message)
-        decode = replace(work("decode"), encoding=plan.up, chunks=chunk_count(message.body))
         steps = (
-            (decode, partial(replica.decode, message, encoding=plan.up)),
-            (work("fs"), replica.forward),
+            *forward,
             (work("bs"), replica.backward),
-            (first, partial(replica.encode, encoding=plan.down, place=(*reply.place, session.device))),
+            (first, partial(replica.encode, encoding=plan.down, place=place)),
         )
         if others:  # the first chunk leaves while they are encoded
             more = tuple((chunk, reply.encode_next) for chunk in others)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from pipar.errors import LinkError, NoBudgetLeftError, ProtocolError
+from pipar.errors import LinkError, NoBudgetLeftError, ProtocolError, VersionError
 from pipar.execution.spans import EpochTrace, Recorder
 from pipar.planner.replanner import MeasuredLink
 from pipar.server.device_messages import EndOfEpoch, Introduction
 from pipar.transport.channel import Channel
 from pipar.transport.rate_estimate import estimate_traffic
 from pipar.transport.shaping import Traffic
-from pipar.wire.frames import SMALL_BODY_BYTES, body_limit
+from pipar.wire.frames import SMALL_BODY_BYTES, body_limit, package_version
 from pipar.wire.messages import EMPTY, Kind, Message, json_body
 from pipar.wire.orders import Orders
 
@@ -55,8 +56,10 @@ class RoundRecord:
 
     epoch: int = 0  # the last one that the device was asked to train
     outstanding: int = 0  # micro-batches that arrived and are not answered yet
+    trained: int = 0  # samples of its whole batches in this round
     last_batch: tuple[int, int] = (0, 0)  # epoch and iteration of its last whole batch
     expects_momentum: bool = False  # of layers that the device has handed over to the server
+    refers: bool = False  # to activations that the server has kept; it was told that it may
     abandoned: int = 0  # epochs up to this one are discarded, also what still arrives of them
     is_late: bool = False  # messages of an abandoned epoch may still arrive
 
@@ -106,6 +109,7 @@ class Session:
         self.phase = Phase.JOINED
         self.round = RoundRecord()
         self.allowance = Allowance()
+        self.knows_refusal = False  # it was said that its activations cannot be kept
         self.installed: tuple[int, int] | None = None  # epoch and split point of the last model that it was sent
         self.has_model_of: int | None = None  # the epoch of that model, until the device trains on it
         self.verdict: Exception | None = None  # why the server ends the session; final
@@ -114,6 +118,7 @@ class Session:
         self._hello_at = asyncio.get_running_loop().time()
         self._welcome_at: float | None = None
         self._traces: deque[int] = deque()  # epochs whose traces are requested
+        self.measured: MeasuredLink | None = None  # in its last round
         self._uplink = Traffic()  # of a real link, as last measured
         self._computing: asyncio.Future[Any] | None = None  # on a model that it shares with others
 
@@ -140,14 +145,21 @@ class Session:
         self._enter(Phase.READY)
         self.channel.post(Message(Kind.WELCOME, body=replace(orders, session=self.number).to_body()))
 
-    def begin_round(self, epoch: int) -> None:
-        """Let the device train an epoch, and tell it how fast its real uplink is, which shows on this side."""
+    def begin_round(
+        self, epoch: int, signs_of_life: Mapping[str, float] | None = None, kept: int | None = None
+    ) -> None:
+        """Let the device train an epoch, and tell it how fast its real uplink is, which shows on this side.
+
+        `signs_of_life` says how often the device shows that it is alive, and when it gives the connection up; `kept` is
+        the epoch whose activations it need not send again.
+        """
         self._enter(Phase.TRAINING)
-        self.round.epoch = epoch
+        self.round.epoch, self.round.trained, self.round.refers = epoch, 0, kept is not None
         self.has_model_of = None
         known = self._uplink
-        told = json_body({"up_bytes": known.size_bytes, "up_s": known.seconds}) if known.is_enough else EMPTY
-        self.channel.post(Message(Kind.ROUND, epoch, body=told))
+        told: dict[str, float] = {"up_bytes": known.size_bytes, "up_s": known.seconds} if known.is_enough else {}
+        told |= {**(signs_of_life or {}), **({} if kept is None else {"kept": kept})}
+        self.channel.post(Message(Kind.ROUND, epoch, body=json_body(told) if told else EMPTY))
 
     def end_round(self) -> None:
         """The device has returned its part of the model."""
@@ -272,6 +284,7 @@ class Session:
     def note_batch(self, message: Message) -> None:
         """The batch that this micro-batch completes has been trained."""
         self.round.last_batch = (message.epoch, message.iteration)
+        self.round.trained += message.batch_samples
 
     def expect_momentum(self) -> None:
         """Expect the momentum of layers that the device hands over."""
@@ -285,6 +298,11 @@ class Session:
         """Send the device its part of the global model of an epoch."""
         self.channel.post(message)
         self.has_model_of, self.installed = message.epoch, (message.epoch, split_point)
+
+    def forget_model_of_another_part(self, split_point: int) -> None:
+        """A device that builds another part has nothing of the model: the next one is sent to it whole."""
+        if self.installed is not None and self.installed[1] != split_point:
+            self.installed = None
 
     def compute(self, work: asyncio.Future[Any]) -> None:
         """Record work on a shared model, which is never cancelled."""
@@ -335,7 +353,8 @@ class Session:
         if up.is_enough:
             self._uplink = up
         channel.meter.take(epoch, down)
-        return MeasuredLink(up if up.is_enough else end.uplink, channel.meter.read(epoch))
+        self.measured = MeasuredLink(up if up.is_enough else end.uplink, channel.meter.read(epoch))
+        return self.measured
 
     # --- waiting
 
@@ -358,6 +377,8 @@ class Session:
 def fault(reason: Exception | str, *, again: bool = False, stops: bool = False) -> Message:
     """Return the message that ends a connection; `again` if the device may join again, `stops` if the server stops."""
     about: dict[str, Any] = {"reason": str(reason), "again": again}
+    if isinstance(reason, VersionError):
+        about["pipar"] = package_version()
     if isinstance(reason, NoBudgetLeftError):
         about["noise_multiplier"] = reason.multiplier
     return Message(Kind.FAULT, body=json_body({**about, "stops": True} if stops else about))

@@ -25,6 +25,8 @@ from pipar.events import (
     Lost,
     Observer,
     Refused,
+    Reloaded,
+    ReloadFailed,
     Resumed,
     RoundOver,
     SaveFailed,
@@ -87,8 +89,10 @@ def _entry(event: Event) -> tuple[str, dict[str, Any]] | None:
             return "resumed", {"round": event.epoch}
         case Stopping():
             return "stopping", {"reason": event.reason}
-        case Barred():
-            return "barred", {"reason": event.reason}
+        case Barred() | ReloadFailed():
+            return "barred" if isinstance(event, Barred) else "not_reloaded", {"reason": event.reason}
+        case Reloaded():
+            return "reloaded", {"change": event.what}
         case RoundOver():
             return "round", {"round": event.epoch, "samples": event.counted, "partly": event.partly}
         case Dropped():

@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +79,16 @@ def identity_of(config: Config) -> dict[str, Any]:
 
 
 class Disk:
-    """The file system operations of saving, one method each, so that tests can make each one fail."""
+    """The file system operations of saving and reading, one method each, so that tests can make each one fail."""
 
     def make_folder(self, folder: Path) -> None:
         """Make a folder if it is missing, so that it survives a loss of power."""
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
             self.sync_folder(folder.parent)
+
+    def open(self, path: Path) -> BufferedReader:
+        return path.open("rb")
 
     def create(self, path: Path) -> FileIO:
         return FileIO(path, "w", opener=lambda name, flags: os.open(name, flags, PRIVATE))
@@ -168,7 +171,7 @@ class Checkpoints:
 
     def _set_aside_if_unread(self, number: int, path: Path) -> bool:
         """Rename a checkpoint that this process has not written and cannot read; return whether it was one."""
-        if number in self._saved or _can_be_read(path):
+        if number in self._saved or _can_be_read(path, self._disk):
             return False
         self._disk.rename(path, _unused(path.with_name(path.name + _UNREAD)))
         return True
@@ -216,7 +219,9 @@ def _content(checkpoint: Checkpoint) -> bytes:
 # --- reading
 
 
-def latest(folder: Path, identity: Mapping[str, Any], warn: Callable[[str], None]) -> Checkpoint | None:
+def latest(
+    folder: Path, identity: Mapping[str, Any], warn: Callable[[str], None], disk: Disk | None = None
+) -> Checkpoint | None:
     """Return the newest undamaged checkpoint of a folder; None if the folder has none. No file is changed.
 
     Damaged ones are skipped, and `warn` gets a sentence about each. Raises InputError if all are damaged, if the newest
@@ -226,7 +231,7 @@ def latest(folder: Path, identity: Mapping[str, Any], warn: Callable[[str], None
     files, damaged = _files(folder), []
     for _, path in sorted(files.items(), reverse=True):
         try:
-            checkpoint = read(path)
+            checkpoint = read(path, disk)
         except UnknownCheckpointError as error:
             raise InputError(str(error)) from None
         except CheckpointError as error:
@@ -254,13 +259,13 @@ def refuse_to_overwrite(folder: Path) -> None:
         )
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path, disk: Disk | None = None) -> Checkpoint:
     """Return the checkpoint of a file.
 
     Raises CheckpointError if the file is damaged, and UnknownCheckpointError if it may be intact but cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with (disk or Disk()).open(path) as file:
             size = os.fstat(file.fileno()).st_size
             header = file.read(_HEADER_BYTES)
             content_bytes, tensor_bytes = _lengths(path, header, size)
@@ -288,9 +293,9 @@ def read(path: Path) -> Checkpoint:
         ) from None
 
 
-def _can_be_read(path: Path) -> bool:
+def _can_be_read(path: Path, disk: Disk) -> bool:
     try:
-        read(path)
+        read(path, disk)
     except CheckpointError:
         return False
     return True

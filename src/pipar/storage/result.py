@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pipar.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +19,8 @@ class Result:
 
     folder: Path
     content: Mapping[str, Any]
+    #: Makes the network as it was before the training; None for a result that was read from its folder.
+    make_network: Callable[[], torch.nn.Module] | None = field(default=None, repr=False, compare=False)
 
     @property
     def epochs(self) -> list[dict[str, Any]]:
@@ -42,7 +46,20 @@ class Result:
         return sum(seconds) / len(seconds)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the trained weights, to load into the same network."""
+        """Return the trained weights, under the names that they have in your own module."""
         import safetensors.torch  # imports torch, which a timing-only run does without
 
-        return safetensors.torch.load_file(self.folder / "model.safetensors")
+        file = self.folder / "model.safetensors"
+        if not file.exists():
+            raise InputError(f"There is no {file.name} in {self.folder}: a timing-only run trains no weights.")
+        return safetensors.torch.load_file(file)
+
+    def model(self) -> torch.nn.Module:
+        """Return your module with the trained weights, in eval mode: a copy of the one that was given, or a new one."""
+        if self.make_network is None:
+            raise InputError(
+                f"The network of {self.folder} is not known here: load Result.state_dict() into your own module."
+            )
+        network, weights = self.make_network(), self.state_dict()
+        network.load_state_dict(weights)
+        return network.eval()

@@ -114,9 +114,19 @@ class RunFolder:
     """Writes the files of a run while it trains.
 
     With `has_checkpoints`, a round is written after its checkpoint is saved, so that no crash can undo a written round.
+    With `has_threads`, a thread writes the trace.
     """
 
-    def __init__(self, path: Path, job: Job, *, world: str, command: str, has_checkpoints: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        job: Job,
+        *,
+        world: str,
+        command: str,
+        has_checkpoints: bool = False,
+        has_threads: bool = False,
+    ) -> None:
         self.path = path
         self._job = job
         self._world = world
@@ -127,18 +137,17 @@ class RunFolder:
         self.plans: Mapping[str, Plan] = job.plans  # in use now
         self.accountant = PrivacyAccountant(job.update_noise)  # counts the updates that devices send
         self._stopped: str | None = None
-        self._trace = TraceFile(path / "trace.json")
+        self._trace = TraceFile(path / "trace.json", in_thread=has_threads)
         self._replanned: list[Replanned] = []
         self._written: dict[str, Any] = {}
         self.trained_again = 0  # rounds in the files that came after the checkpoint
         self._safe_round = 0 if has_checkpoints else math.inf  # no crash can undo the rounds up to this one
         self._pending: list[tuple[int, str, dict[str, Any]]] = []  # round, file and row of rounds that are not safe yet
         self._unwritten: OSError | None = None  # why rows of safe rounds are still pending
+        self._is_reported = False  # that they are
         remove_partial_files(path)
-        try:
+        with _storage_errors(path / "config.toml"):
             write_atomically(path / "config.toml", dump_config(job.resolved_config()).encode(), mode=PRIVATE)
-        except OSError as error:
-            raise StorageError(cannot_write(str(path / "config.toml"), error)) from None
 
     def add_epoch(self, result: EpochResult, spans: list[Span]) -> None:
         """Append an epoch to metrics.jsonl, and its spans to the trace."""
@@ -166,8 +175,9 @@ class RunFolder:
 
     def start_over(self) -> None:
         """Remove the rows of an earlier training in this folder, which left no checkpoint."""
-        for name in ("metrics.jsonl", "rounds.jsonl"):
-            (self.path / name).unlink(missing_ok=True)
+        for path in (self.path / "metrics.jsonl", self.path / "rounds.jsonl"):
+            with _storage_errors(path):
+                path.unlink(missing_ok=True)
 
     def resume(self, found: Checkpoint) -> None:
         """Resume a run after the round of a checkpoint; later rounds in the files are trained again."""
@@ -217,11 +227,11 @@ class RunFolder:
         """
 
         def emit(result: EpochResult, spans: list[Span]) -> None:
-            could_write = self._trace.failure is None
             self.add_epoch(result, spans)
             observe(result)
-            if could_write and self._trace.failure is not None:
-                reason = cannot_write(f"The trace in {self.path}", self._trace.failure)
+            self._report_rows(result.epoch, observe)
+            if (failure := self._trace.take_failure()) is not None:
+                reason = cannot_write(f"The trace in {self.path}", failure)
                 observe(SaveFailed(result.epoch, f"{reason} Training continues without these spans."))
             if pictures and spans:
                 shown, left_out = excerpt(spans)
@@ -233,7 +243,6 @@ class RunFolder:
         """Return an observer that records the events that results are made of, and passes all events on."""
 
         def watch(event: Event) -> None:
-            could_write = self._unwritten is None
             if isinstance(event, Replanned):
                 self._replanned.append(event)
                 self.plans = {name: Plan(**plan) for name, plan in event.plans.items()}
@@ -248,11 +257,16 @@ class RunFolder:
                 self._safe_round = max(self._safe_round, event.epoch)
                 self._write_safe_rows()
             observe(event)
-            if could_write and self._unwritten is not None:
-                reason = cannot_write(f"Rows of rounds.jsonl and metrics.jsonl in {self.path}", self._unwritten)
-                observe(SaveFailed(len(self.round_log), f"{reason} They are tried again after every round."))
+            self._report_rows(len(self.round_log), observe)
 
         return watch
+
+    def _report_rows(self, epoch: int, observe: Observer) -> None:
+        """Report rows that cannot be written, once until they could be in between."""
+        if self._unwritten is not None and not self._is_reported:
+            reason = cannot_write(f"Rows of rounds.jsonl and metrics.jsonl in {self.path}", self._unwritten)
+            observe(SaveFailed(epoch, f"{reason} They are tried again after every round."))
+        self._is_reported = self._unwritten is not None
 
     def write_model(self, weights: Body) -> None:
         """Write model.safetensors."""
@@ -352,8 +366,19 @@ def _epoch_of(number: int, row: Mapping[str, Any] | None, counted: Mapping[str, 
     return EpochResult(**{**nothing, **given})
 
 
+@contextmanager
+def _storage_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the disk into a sentence about a file, without which a training cannot start."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(cannot_write(str(path), error)) from None
+
+
 def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    write_atomically(path, "".join(json.dumps(strict_json(dict(row))) + "\n" for row in rows).encode(), mode=PRIVATE)
+    content = "".join(json.dumps(strict_json(dict(row))) + "\n" for row in rows).encode()
+    with _storage_errors(path):
+        write_atomically(path, content, mode=PRIVATE)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

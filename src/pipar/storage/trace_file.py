@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -21,10 +22,10 @@ class TraceFile:
     """Appends the spans of epochs to a partial file, which becomes trace.json at the end.
 
     Spans for which there is no space, on the disk or within `most_bytes`, are left out and counted: a training must not
-    stop for its trace.
+    stop for its trace. With `in_thread`, a thread encodes and writes them, so that messages do not wait meanwhile.
     """
 
-    def __init__(self, path: Path, *, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, path: Path, *, most_bytes: int = _MOST_BYTES, in_thread: bool = False) -> None:
         self.left_out = 0
         self.failure: OSError | None = None  # of the last attempt to write
         self._path, self._partial = path, partial_file(path)
@@ -33,10 +34,30 @@ class TraceFile:
         self._names = ChromeEvents()
         self._before = f"{HEAD}\n"  # what comes before the next event
         self._is_complete = self._is_finished = False
+        self._new_failure: OSError | None = None
+        self._writer = ThreadPoolExecutor(1, "trace") if in_thread else None
+        self._writing: Future[None] | None = None
 
     def add(self, spans: list[Span]) -> None:
-        """Append the spans of an epoch."""
-        self.failure = None
+        """Append the spans of an epoch; with a thread, return when those of the epoch before are written."""
+        if self._writer is None:
+            self._add(spans)
+        else:
+            self._wait()  # or spans could pile up in memory
+            self._writing = self._writer.submit(self._add, spans)
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def take_failure(self) -> OSError | None:
+        """Return why spans could not be written, unless those before them could not be either; each only once."""
+        failure, self._new_failure = self._new_failure, None
+        return failure
+
+    def _add(self, spans: list[Span]) -> None:
+        before, self.failure = self.failure, None
         if spans and self._origin is None:
             self._origin = min(span.start for span in spans)
         events, written = self._names.events(spans, self._origin or 0.0), 0
@@ -46,11 +67,14 @@ class TraceFile:
                 break
             written += sum(event["ph"] == "X" for event in some)
         self.left_out += len(spans) - written
+        if before is None and self.failure is not None:
+            self._new_failure = self.failure
 
     def finish(self) -> None:
         """Complete trace.json; it may be called again after an OSError."""
         if self._is_finished:
             return
+        self._wait()
         if not self._is_complete:
             end = "]" if self._before.startswith(HEAD) else "\n]"
             note = f', "otherData": {{"spans_left_out": {self.left_out}}}' if self.left_out else ""
@@ -64,6 +88,8 @@ class TraceFile:
             os.close(descriptor)
         self._partial.replace(self._path)
         self._is_finished = True
+        if self._writer is not None:
+            self._writer.shutdown()
 
     def _append(self, lines: str) -> bool:
         content = f"{self._before}{lines}".encode()

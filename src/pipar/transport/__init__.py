@@ -3,8 +3,8 @@
 Reading order: `channel` (messages to one peer, over any transport), `outbox` (messages to send or to send again),
 `interface` (what a transport is), `in_memory` and `grpc` (the two transports), `shaping` and `delay_line` (emulated
 rates and latency), `rate_estimate` (the rate of a real link), `limits` (the resources that a server grants one peer),
-`open_files` (how many connections the system's limit of open files leaves room for),
-`reconnect` and `backoff` (a lost connection), `tls`, `certificates` and `credentials` (which devices may connect),
-`expiry` (certificates that expire soon), `health` (gRPC's health service), `diagnosis` (why a connection is refused),
-`addresses` (whether a program can listen there).
+`open_files` (how many connections the system's limit of open files leaves room for), `heartbeat` (signs of life),
+`reconnect` and `backoff` (a lost connection), `tls`, `certificates`, `credentials` and `authenticator` (which devices
+may connect), `reloading` (files of credentials that change), `expiry` (certificates that expire soon), `health`
+(gRPC's health service), `diagnosis` (why a connection is refused), `addresses` (whether a program can listen there).
 """

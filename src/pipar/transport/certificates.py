@@ -169,10 +169,10 @@ def read_certificates(path: Path, what: str) -> list[x509.Certificate]:
     return found
 
 
-def expiry_of(path: Path) -> datetime:
-    """Return when the first certificate of a PEM file to expire does so, whether or not it is valid now."""
+def expiry_of(pem: bytes, path: Path) -> datetime:
+    """Return when the first certificate in the content of a file expires, whether or not it is valid now."""
     try:
-        found = x509.load_pem_x509_certificates(read_bytes(path, "a certificate"))
+        found = x509.load_pem_x509_certificates(pem)
     except ValueError:
         raise InputError(f"{path} has no certificate in PEM format.") from None
     return min(certificate.not_valid_after_utc for certificate in found)

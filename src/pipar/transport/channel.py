@@ -16,11 +16,12 @@ from pipar.execution.clock import sleep_until
 from pipar.execution.spans import Recorder
 from pipar.links import Link
 from pipar.transport.delay_line import DelayLine, delayed
+from pipar.transport.heartbeat import Silence
 from pipar.transport.interface import SendError, Transport
 from pipar.transport.limits import RateLimit, TokenBucket
 from pipar.transport.outbox import Outbox
 from pipar.transport.rate_estimate import FrameLog
-from pipar.transport.shaping import Meter, Pacer, Rates
+from pipar.transport.shaping import Meter, Pacer, RateOverTime, Rates
 from pipar.wire.frames import Assembler, BodyLimit, Frame, check_fits
 from pipar.wire.messages import UNNUMBERED, Chunks, Kind, Message, Payload
 
@@ -67,11 +68,13 @@ class Channel:
         self._recorder = recorder
         self._lane = lane
         self._on_lost = on_lost
-        self._is_real = is_real  # a link between two machines, whose rate has to be measured
+        self.is_real = is_real  # a link between two machines, whose rate has to be measured
         self.sent_frames, self.received_frames = FrameLog(), FrameLog()  # of a real link
         self._sent_before = 0  # messages up to this number may be sent a second time
         self._loop = asyncio.get_running_loop()
         self.heard_at = self.sent_at = self._loop.time()  # of the last frame from the peer, and of the last one to it
+        self.silence = Silence()
+        self.answers_alive = False  # whether ALIVE of the peer is answered; only one side does
         self._pacer = Pacer(free_at=self._loop.time())
         self._latency_s = 0.0
         self._outbox = Outbox()
@@ -91,7 +94,11 @@ class Channel:
         self, rate_bps: float | None, latency_s: float, *, cycle: Sequence[float | None] = (), every_s: float = 0.0
     ) -> None:
         """Send at this rate from now on, or at each rate of a cycle for `every_s`; frames arrive `latency_s` later."""
-        self._pacer.rates = Rates(tuple(cycle), every_s, self._loop.time()) if cycle else Rates((rate_bps,))
+        self.pace(Rates(tuple(cycle), every_s, self._loop.time()) if cycle else Rates((rate_bps,)), latency_s)
+
+    def pace(self, rates: RateOverTime, latency_s: float) -> None:
+        """Send at these rates from now on; frames arrive `latency_s` later."""
+        self._pacer.rates = rates
         self._latency_s = latency_s
         if self._transport is not None:
             self._transport = delayed(self._link, latency_s)
@@ -106,7 +113,7 @@ class Channel:
         It is 0 for a link between machines that has not carried enough data yet: the link may be slow.
         """
         emulated = self._pacer.rates.at(self._loop.time())
-        if not self._is_real:
+        if not self.is_real:
             return emulated
         measured = self.meter.read(epoch)
         return measured.rate_bps if measured.is_enough else emulated or 0.0
@@ -116,7 +123,7 @@ class Channel:
 
         The next message is one of them: it is small, so it shows the delay of the path at any rate of the link.
         """
-        if not self._is_real or not (self.sent_frames.times or self.received_frames.times):
+        if not self.is_real or not (self.sent_frames.times or self.received_frames.times):
             return {}
         next_number = self._outbox.last_number + 1
         return {
@@ -152,11 +159,14 @@ class Channel:
         """Return the peer's next complete message; raise LinkError if the peer is gone for good."""
         while True:
             transport = await self._attached()
+            self.silence.begin(self._loop.time())
             try:
                 frame = await transport.read()
             except LinkError as error:
+                self.silence.cancel()
                 self._lose(transport, error)
                 continue
+            self.silence.end(self._loop.time())
             if transport is self._transport:  # a late frame of a former transport comes again over this one
                 message = self._take(frame)
                 if message is not None:
@@ -169,6 +179,9 @@ class Channel:
             raise ProtocolError(
                 f"{frame.message} has number {frame.sequence}; only messages that open or end a connection have 0."
             )
+        if frame.message.kind is Kind.ALIVE:
+            self._take_alive(frame.message)
+            return None
         if frame.sequence == 0:
             return self._assembler.feed(frame)
         if frame.sequence <= self.received:
@@ -178,11 +191,17 @@ class Channel:
             raise ProtocolError(f"{frame.message} has number {frame.sequence}, but {self.received + 1} comes next.")
         message = self._assembler.feed(frame)
         _count(self.received_bytes, frame)
-        if self._is_real:
+        if self.is_real:
             self.received_frames.note(frame, self._loop.time() if frame.came_at is None else frame.came_at)
         if message is not None:
             self.received = frame.sequence
         return message
+
+    def _take_alive(self, message: Message) -> None:
+        self.count_useless(message)  # a peer may send a few in a second, not thousands
+        self.silence.note_alive()
+        if self.answers_alive and not self.has_something_to_send:
+            self.post(Message(Kind.ALIVE))
 
     def count_useless(self, message: Message) -> None:
         """Count a frame that was not needed, or raise if the peer sends too many of them."""
@@ -235,6 +254,11 @@ class Channel:
         self._posted = None
         self._sender = self._loop.create_task(self._send_all())
         self._change()
+
+    def lose(self, reason: LinkError) -> None:
+        """Give up the current transport, as if it had broken; another one may be attached."""
+        if self._transport is not None:
+            self._lose(self._transport, reason)
 
     def fail(self, reason: LinkError) -> None:
         """End the channel: no other transport will be attached, and `receive` raises this."""
@@ -348,6 +372,8 @@ class Channel:
             self._lose(transport, error)
             return
         self.sent_at = written_at = self._loop.time()
+        if frame.message.kind is Kind.ALIVE:
+            return  # it belongs to no epoch
         self._measure(frame, ready_at, end - start)
         if self._pacer.rates.at(end) is None:
             # Without an emulated rate, the lane is busy until the transport has taken the frame.
@@ -361,7 +387,7 @@ class Channel:
         A frame takes no time on an emulated link without a limit: the time that a busy machine takes to write it says
         nothing about the link.
         """
-        if not self._is_real or emulated_s > 0:
+        if not self.is_real or emulated_s > 0:
             self.meter.count(_travels_in(frame.message), frame.size_bytes, emulated_s)
         elif frame.sequence > self._sent_before:
             self.sent_frames.note(frame, ready_at)

@@ -50,6 +50,16 @@ class Tokens:
                 found = name
         return found
 
+    @classmethod
+    def of(cls, tokens: Mapping[str, str]) -> Tokens:
+        """Return what a server needs to know of these tokens, by the name of the device."""
+        return cls({name: _sha256(token) for name, token in tokens.items()})
+
+
+def new_token() -> str:
+    """Return a token of 256 random bits."""
+    return _PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
+
 
 def _sha256(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
@@ -66,7 +76,7 @@ def add_token(path: Path, name: str, *, force: bool = False) -> str:
     known = dict(read_tokens(path).sha256) if path.exists() else {}
     if name in known and not force:
         raise InputError(f"{name} already has a token in {path}; --force replaces it.")
-    token = _PREFIX + secrets.token_urlsafe(_TOKEN_BYTES)
+    token = new_token()
     _write_names(path, known | {name: _sha256(token)})
     return token
 

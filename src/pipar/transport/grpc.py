@@ -11,6 +11,7 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,10 +19,12 @@ import grpc
 from pipar.errors import AddressInUseError, CredentialError, DeviceRefusedError, LinkError, peer_text
 from pipar.transport import open_files
 from pipar.transport.addresses import check_listening
+from pipar.transport.authenticator import Authenticator
 from pipar.transport.diagnosis import why_refused
 from pipar.transport.interface import Transport
 from pipar.transport.limits import MESSAGE_BYTES, Keepalive, Limits, TokenBucket
-from pipar.transport.tls import Authenticator, DeviceSecurity, Material, ServerSecurity, check_device, check_server
+from pipar.transport.reloading import FreshMaterial, Notices, Notify
+from pipar.transport.tls import DeviceSecurity, Material, ServerSecurity, check_device, check_server
 from pipar.wire.frames import CHUNK_BYTES, Frame, pack_frame, unpack_frame
 
 _SERVICE, _METHOD = "pipar.Link", "Connect"
@@ -29,6 +32,8 @@ _SERVICE, _METHOD = "pipar.Link", "Connect"
 _ACCEPTED = ("pipar", "welcome")
 _CLOSE_TIMEOUT_S = 10.0
 _GRACE_S = 1.0
+#: How long calls that were cancelled may take to end.
+_ENDING_S = 30.0
 _GONE = "The peer closed the connection."
 
 #: Tasks that read streams; asyncio itself keeps only weak references to tasks.
@@ -122,8 +127,8 @@ class Listener:
     """Listens for devices; passes each new stream to `accept`, which returns when the device's session is over.
 
     A device without the credentials that `security` asks for gets the error UNAUTHENTICATED and never reaches `accept`.
-    While a file of credentials cannot be read, every device gets UNAVAILABLE, and `barred` is called once. The server
-    also has gRPC's health service, which needs no credential.
+    While a file of credentials cannot be read, every device gets UNAVAILABLE, and `notices` is told once. The server
+    also has gRPC's health service, which needs no credential. New connections use certificate files as they are then.
     """
 
     def __init__(
@@ -134,7 +139,7 @@ class Listener:
         limits: Limits | None = None,
         keepalive: Keepalive | None = None,
         refused: Refused | None = None,
-        barred: Callable[[str], None] = lambda _: None,
+        notices: Notices | None = None,
     ) -> None:
         from pipar.transport.health import Health  # imports protobuf, which devices do not need
 
@@ -142,8 +147,11 @@ class Listener:
         self._security = security or ServerSecurity()
         self._limits = _within_open_files(limits or Limits())
         self._refused = refused
-        self._authenticator = Authenticator(self._security, barred)
+        self._notices = notices or Notices()
+        self._authenticator = Authenticator(self._security, self._notices)
+        self._material: FreshMaterial | None = None
         self._streams: dict[_Stream, str | None] = {}  # and the name in its credential
+        self._contexts: dict[_Stream, Any] = {}
         self._calls: dict[asyncio.Task[None], asyncio.Task[None]] = {}  # gRPC's task of each stream, and our session
         # For new streams, by name; there are no more names than credentials.
         self._allowances: dict[str | None, TokenBucket] = {}
@@ -168,7 +176,8 @@ class Listener:
             if material is None:
                 port = self._server.add_insecure_port(address)
             else:
-                port = self._server.add_secure_port(address, _server_credentials(material))
+                self._material = FreshMaterial(self._security, material, self._from_any_thread())
+                port = self._server.add_secure_port(address, _server_credentials(self._material))
         except RuntimeError:
             port = 0
         if port == 0:
@@ -178,6 +187,41 @@ class Listener:
         await self._server.start()
         await self._health.serving(True)
         return port
+
+    def _from_any_thread(self) -> Notices:
+        """Return the notices for gRPC's threads, in which handshakes ask for certificates."""
+        loop, notices = asyncio.get_running_loop(), self._notices
+
+        def later(notify: Notify) -> Notify:
+            def say(sentence: str) -> None:
+                loop.call_soon_threadsafe(notify, sentence)
+
+            return say
+
+        return Notices(later(notices.reloaded), later(notices.failed), later(notices.barred))
+
+    @property
+    def certificates(self) -> list[tuple[Path, bytes]]:
+        """The certificate and the authority that new connections get now, as PEM, with their files."""
+        if self._material is None:
+            return []
+        loaded, security = self._material.loaded, self._security
+        given = ((security.certificate, loaded.certificate), (security.client_ca, loaded.authorities))
+        return [(path, pem) for path, pem in given if path is not None and pem is not None]
+
+    def refresh(self) -> None:
+        """Read files of credentials that have changed, and end the streams of devices that were revoked."""
+        if self._material is not None:
+            self._material.refresh()
+        if not self._authenticator.refresh():
+            return
+        for stream, peer in list(self._streams.items()):
+            context = self._contexts[stream]
+            why = None if peer is None else self._authenticator.why_revoked(peer, context.auth_context())
+            if why is not None:
+                if self._refused is not None:
+                    self._refused(context.peer(), f"{peer}: {why}")
+                stream.end()
 
     async def stop(self) -> None:
         await self._health.serving(False)
@@ -190,8 +234,8 @@ class Listener:
             await asyncio.wait(under_way, timeout=_GRACE_S)
         for session in self._calls.values():
             session.cancel()
-        if self._calls:
-            await asyncio.wait(self._calls)
+        if cancelled := {*self._calls, *self._health.watching}:  # gRPC itself cancels the health watchers
+            await asyncio.wait(cancelled, timeout=_ENDING_S)
 
     async def _connected(self, _: Any, context: Any) -> None:
         try:
@@ -209,7 +253,7 @@ class Listener:
 
     async def _serve(self, context: Any, peer: str | None) -> None:
         stream = _Stream(context, self._limits, self._limits.first_frame_s)
-        self._streams[stream] = peer
+        self._streams[stream], self._contexts[stream] = peer, context
         session = asyncio.ensure_future(self._admit(context, stream, peer))
         call = asyncio.current_task()
         assert call is not None
@@ -224,7 +268,7 @@ class Listener:
             await session
             raise
         finally:
-            del self._streams[stream]
+            del self._streams[stream], self._contexts[stream]
             await stream.close()
 
     async def _admit(self, context: Any, stream: _Stream, peer: str | None) -> None:
@@ -269,14 +313,24 @@ def _within_open_files(limits: Limits) -> Limits:
     return replace(limits, connections=open_files.most_connections(limits.connections, open_files.limits()[0]))
 
 
-def _server_credentials(material: Material) -> Any:
+def _server_credentials(material: FreshMaterial) -> Any:
+    """Return credentials for which gRPC asks again at every new connection."""
+
+    def fetch() -> Any:
+        new = material.take_new()
+        return None if new is None else _certificate_configuration(new)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _certificate_configuration(material.loaded),
+        fetch,
+        require_client_authentication=material.loaded.authorities is not None,
+    )
+
+
+def _certificate_configuration(material: Material) -> Any:
     assert material.certificate is not None
     assert material.key is not None
-    return grpc.ssl_server_credentials(
-        [(material.key, material.certificate)],
-        root_certificates=material.authorities,
-        require_client_auth=material.authorities is not None,
-    )
+    return grpc.ssl_server_certificate_configuration([(material.key, material.certificate)], material.authorities)
 
 
 def _options(keepalive: Keepalive) -> list[tuple[str, Any]]:
@@ -385,6 +439,8 @@ async def _be_accepted(call: Any, address: str, *, is_verified: bool) -> None:
     if _ACCEPTED in tuple(await call.initial_metadata() or ()):
         return
     code, details = await call.code(), peer_text(await call.details())
+    if code is grpc.StatusCode.OK:
+        return  # accepted, and ended so soon that gRPC dropped the first answer; a refusal has another code
     if code is grpc.StatusCode.UNAUTHENTICATED:
         refused = DeviceRefusedError if is_verified else CredentialError
         raise refused(f"The server at {address} refuses the device's credential: {details}")

@@ -14,7 +14,9 @@ MESSAGE_BYTES = 256
 class Keepalive:
     """A silent peer is pinged after `every_s`, and counts as lost if it does not answer within `timeout_s`.
 
-    The answer may wait for up to 2.4 MB that are in flight, so with 20 s a link of 1 Mbit/s does not count as lost.
+    The answer may wait for up to 2.4 MB that are in flight, so with 20 s a link of 1 Mbit/s does not count as lost. By
+    default one of 0.1 Mbit/s does not, either: devices show signs of life of their own (`heartbeat.py`), and these
+    pings are the last resort.
     """
 
     every_s: float = 30.0
@@ -24,6 +26,11 @@ class Keepalive:
     def every(cls, every_s: float) -> Keepalive:
         """Return a keepalive whose timeout is two thirds of its interval, but at most twenty seconds."""
         return cls(every_s, min(20.0, every_s * 2 / 3))
+
+    @classmethod
+    def of(cls, configured: float | str) -> Keepalive:
+        """Return the keepalive of a configuration; "auto" tolerates the slowest links."""
+        return cls(timeout_s=200.0) if isinstance(configured, str) else cls.every(configured)
 
 
 @dataclass(frozen=True)

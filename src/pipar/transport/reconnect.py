@@ -34,6 +34,8 @@ from pipar.wire.messages import Kind, Message, json_body, read_json
 
 #: A server immediately answers a HELLO that resumes a session; after this time it counts as unreachable.
 _ANSWER_WITHIN_S = 10.0
+#: A connection attempt that takes longer than this is given up and retried; later ones may take up to the second.
+_CONNECT_S, _MOST_CONNECT_S = 10.0, 80.0
 #: A connection that lasts no longer than this, and fails before the device joined or by a breach of the protocol,
 #: counts as one more failed attempt.
 _SETTLED_S = 60.0
@@ -148,6 +150,39 @@ class Reconnector:
                 self._observe(Connected(self._address))
                 return
         raise _GaveUpError(f"Gave up connecting to {self._address}: {reason}")
+
+
+class PatientDialer:
+    """Connects within a time that follows from the attempts so far: twice as long after one that took too long.
+
+    After a success, it is four times as long as that took, and never less than at first.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[float], Awaitable[Transport]],
+        clock: Callable[[], float],
+        most_s: float | None = None,
+    ) -> None:
+        self._connect = connect
+        self._clock = clock
+        self._most_s = min(_MOST_CONNECT_S, most_s or _MOST_CONNECT_S)  # 0 means a single attempt
+        self.timeout_s = min(_CONNECT_S, self._most_s)
+
+    async def dial(self) -> Transport:
+        """Return a connection, or raise LinkError."""
+        began = self._clock()
+        try:
+            transport = await self._connect(self.timeout_s)
+        except LinkError:
+            if self._clock() - began >= self.timeout_s:
+                self._allow(2 * self.timeout_s)
+            raise
+        self._allow(max(_CONNECT_S, 4 * (self._clock() - began)))
+        return transport
+
+    def _allow(self, seconds: float) -> None:
+        self.timeout_s = min(seconds, self._most_s)
 
 
 class _GaveUpError(LinkError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pipar.units import LIMITLESS_BPS
 
@@ -11,6 +12,16 @@ from pipar.units import LIMITLESS_BPS
 ENOUGH_BYTES = 64_000
 #: A measured rate covers the latest seconds of traffic, because a link may change during a long epoch.
 _RECENT_S = 5.0
+
+
+class RateOverTime(Protocol):
+    """A rate that may change."""
+
+    def end(self, start: float, bits: float) -> float:
+        """Return when `bits` that start at `start` are sent: the integral of the rate from start to end is `bits`."""
+
+    def at(self, time: float) -> float | None:
+        """Return the rate at this time; None is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,22 @@ class Rates:
         """Return the rate at this time."""
         return self.cycle[self._number(time) % len(self.cycle)]
 
+    def bits(self, start: float, end: float) -> float:
+        """Return how many bits are sent from start to end; 0 at times without a limit."""
+        rates = [rate or 0.0 for rate in self.cycle]
+        if len(rates) == 1:
+            return rates[0] * max(0.0, end - start)
+        total, number = 0.0, self._number(start)
+        while start < end:
+            changes_at = min(end, self.since + (number + 1) * self.every_s)
+            total += rates[number % len(rates)] * max(0.0, changes_at - start)
+            start, number = max(start, changes_at), number + 1
+            # Many whole cycles at once: a device may claim that a message took years.
+            cycles = max(0, math.floor((end - start) / (self.every_s * len(rates))) - 1)
+            total += cycles * self.every_s * math.fsum(rates)
+            start, number = start + cycles * self.every_s * len(rates), number + cycles * len(rates)
+        return total
+
     def _number(self, time: float) -> int:
         return max(0, math.floor((time - self.since) / self.every_s))
 
@@ -52,7 +79,7 @@ class Pacer:
     with coarse timers. A frame that is in flight when the rate changes is sent partly at each rate.
     """
 
-    rates: Rates = field(default_factory=Rates)
+    rates: RateOverTime = field(default_factory=Rates)
     free_at: float = 0.0
 
     def reserve(self, ready_at: float, size_bytes: int) -> tuple[float, float]:

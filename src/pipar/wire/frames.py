@@ -10,14 +10,28 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
 from pipar.errors import ProtocolError, VersionError
-from pipar.wire.encodings import CODED, OVERHEAD_BYTES, chunk_sizes
-from pipar.wire.messages import DTYPES, ENCODINGS, ITEM_BYTES, Body, Kind, Message, end_to_end, tensor_bytes
+from pipar.wire.encodings import ALL, OVERHEAD_BYTES
+from pipar.wire.messages import (
+    DTYPES,
+    ENCODINGS,
+    ITEM_BYTES,
+    PART_DTYPES,
+    SEVERAL,
+    Body,
+    Kind,
+    Message,
+    TensorPart,
+    coded_chunks,
+    end_to_end,
+    tensor_bytes,
+)
 
 VERSION = 3
 MAGIC = b"PP"
@@ -25,6 +39,8 @@ CHUNK_BYTES = 1_000_000
 #: The most chunks that the header can count: more than any known model needs.
 MAX_BODY_BYTES = 65535 * CHUNK_BYTES
 MAX_DIMENSIONS = 8
+#: Of several tensors: the most that the header can count.
+MAX_WORDS = 255
 #: More than needed: a sender has one message in flight, and one that overtakes it.
 MAX_HALF_RECEIVED = 4
 #: Enough for a message that is neither a tensor nor a model.
@@ -35,8 +51,10 @@ LARGE_BODY_BYTES = 32_000_000
 _FIXED = struct.Struct("!2sBBIIIIIHIIBBHHBQ")
 #: Of every frame; plus four for each dimension of a tensor.
 HEADER_BYTES = _FIXED.size
+_PACKAGE = re.compile(rb'"pipar": ?"([0-9A-Za-z.+-]{1,32})"')
 _KINDS = {int(kind): kind for kind in Kind}
 _DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
+_PART_DTYPE_NAMES = {number: name for name, number in PART_DTYPES.items()}
 _ENCODING_NAMES = {number: name for name, number in ENCODINGS.items()}
 
 
@@ -57,7 +75,7 @@ class Frame:
     @property
     def size_bytes(self) -> int:
         """The size of this frame on the wire."""
-        return _FIXED.size + 4 * len(self.message.body.shape) + self.payload_bytes
+        return _FIXED.size + 4 * shape_words(self.message.body) + self.payload_bytes
 
     def only(self) -> Message:
         """Return the message of a frame that carries all of it."""
@@ -69,9 +87,12 @@ class Frame:
 def check_fits(message: Message) -> None:
     """Raise if a message does not fit frames; called when it is posted, so that the caller sees the error."""
     body = message.body
-    if message.micro_batch > 65535 or body.size_bytes > MAX_BODY_BYTES or len(body.shape) > MAX_DIMENSIONS:
+    dimensions = max((len(part.shape) for part in body.parts), default=len(body.shape))
+    if body.parts and shape_words(body) > MAX_WORDS:
+        raise ProtocolError(f"{message} has {len(body.parts)} tensors, which do not fit the header of a frame.")
+    if message.micro_batch > 65535 or body.size_bytes > MAX_BODY_BYTES or dimensions > MAX_DIMENSIONS:
         raise ProtocolError(
-            f"{message} with {body.size_bytes} bytes and {len(body.shape)} dimensions does not fit the wire format: at "
+            f"{message} with {body.size_bytes} bytes and {dimensions} dimensions does not fit the wire format: at "
             f"most 65535 micro-batches, {MAX_BODY_BYTES} bytes and {MAX_DIMENSIONS} dimensions are allowed."
         )
 
@@ -125,6 +146,7 @@ def _payloads(buffers: tuple[memoryview, ...]) -> Iterator[tuple[memoryview, ...
 def pack_frame(frame: Frame) -> bytes:
     """Return the bytes of a frame; this is our only copy between a tensor and gRPC."""
     message, body = frame.message, frame.message.body
+    words = _words(body)
     fixed = _FIXED.pack(
         MAGIC,
         VERSION,
@@ -141,10 +163,10 @@ def pack_frame(frame: Frame) -> bytes:
         ENCODINGS[body.encoding],
         frame.chunk,
         frame.chunks,
-        len(body.shape),
+        len(words),
         body.size_bytes,
     )
-    return b"".join((fixed, struct.pack(f"!{len(body.shape)}I", *body.shape), *frame.payload))
+    return b"".join((fixed, struct.pack(f"!{len(words)}I", *words), *frame.payload))
 
 
 def unpack_frame(data: bytes, came_at: float | None = None) -> Frame:
@@ -167,33 +189,47 @@ def unpack_frame(data: bytes, came_at: float | None = None) -> Frame:
     ) = _FIXED.unpack_from(data)
     dtype, encoding, chunk, chunks, dimensions, body_bytes = rest
     if version != VERSION:
-        raise VersionError(_other_version(version))
+        raise VersionError(_other_version(version, data))
     if kind not in _KINDS or dtype not in _DTYPE_NAMES or encoding not in _ENCODING_NAMES:
         raise ProtocolError(
             f"The peer sent a frame of kind {kind}, dtype {dtype} and encoding {encoding}, one of which is unknown."
         )
-    start = _FIXED.size + 4 * dimensions
-    if len(data) < start or dimensions > MAX_DIMENSIONS or not chunk < chunks or body_bytes > MAX_BODY_BYTES:
+    start, several = _FIXED.size + 4 * dimensions, encoding == ENCODINGS[SEVERAL]
+    most = MAX_WORDS if several else MAX_DIMENSIONS
+    if len(data) < start or dimensions > most or not chunk < chunks or body_bytes > MAX_BODY_BYTES:
         raise ProtocolError(
             f"The peer sent a frame with a damaged header (chunk {chunk} of {chunks}, {dimensions} dimensions, "
             f"{body_bytes} bytes)."
         )
     shape = struct.unpack_from(f"!{dimensions}I", data, _FIXED.size)
-    _check_shape(shape, dtype, encoding, body_bytes)
+    parts: tuple[TensorPart, ...] = ()
+    if several:
+        parts, shape = _parts(shape), ()
+    else:
+        _check_shape(shape, dtype, encoding, body_bytes)
     view = memoryview(data)[start:]
     payload = (view,) if view.nbytes else ()
-    body = Body(body_bytes, (), _DTYPE_NAMES[dtype], shape, _ENCODING_NAMES[encoding])
+    body = Body(body_bytes, (), _DTYPE_NAMES[dtype], shape, _ENCODING_NAMES[encoding], parts=parts)
     message = Message(_KINDS[kind], epoch, iteration, micro_batch, samples, batch_samples, body)
     return Frame(message, session, sequence, acknowledged, chunk, chunks, payload, view.nbytes, came_at)
 
 
-def _other_version(theirs: int) -> str:
-    """Return the sentence for a peer with another version of the protocol: what each side has, and what to install."""
-    age, own = ("an older" if theirs < VERSION else "a newer"), metadata.version("pipar")
+def package_version() -> str:
+    """Return the version of pipar that is installed here."""
+    return metadata.version("pipar")
+
+
+def _other_version(theirs: int, data: bytes) -> str:
+    """Return the sentence for a peer with another version of the protocol: what each side has, and what to install.
+
+    The peer's package is named if its frame says so as text, in the JSON of HELLO or FAULT: its header is unknown.
+    """
+    age, own, said = ("an older" if theirs < VERSION else "a newer"), package_version(), _PACKAGE.search(data)
+    named = f" ({said[1].decode()})" if said is not None else ""
     return (
-        f"The peer uses version {theirs} of the protocol, and this side version {VERSION}: the peer has {age} pipar "
-        f"than this side, which has pipar {own}. Install the same on both: 'pip install pipar=={own}' on the peer, or "
-        "'pip install --upgrade pipar' here."
+        f"The peer uses version {theirs} of the protocol, and this side version {VERSION}: the peer has {age} pipar"
+        f"{named} than this side, which has pipar {own}. Install the same on both: 'pip install pipar=={own}' on the "
+        "peer, or 'pip install --upgrade pipar' here."
     )
 
 
@@ -206,6 +242,48 @@ def _check_shape(shape: tuple[int, ...], dtype: int, encoding: int, body_bytes: 
         raise ProtocolError(
             f"The peer announces a tensor of shape {shape}, which does not fit its body of {body_bytes} bytes."
         )
+
+
+# --- several tensors: a word for each, then its shape
+
+
+def shape_words(body: Body) -> int:
+    """Return the numbers of four bytes that a header has for the shapes of a body's tensors."""
+    return sum(1 + len(part.shape) for part in body.parts) if body.parts else len(body.shape)
+
+
+def _words(body: Body) -> tuple[int, ...]:
+    if not body.parts:
+        return body.shape
+    return tuple(word for part in body.parts for word in (_word(part), *part.shape))
+
+
+def _word(part: TensorPart) -> int:
+    flags = part.has_gradient | part.is_rectified << 1
+    return PART_DTYPES[part.dtype] << 24 | ENCODINGS[part.encoding] << 16 | flags << 8 | len(part.shape)
+
+
+def _parts(words: tuple[int, ...]) -> tuple[TensorPart, ...]:
+    """Return the tensors that a header describes; raise ProtocolError if it does not describe any."""
+    found, at = [], 0
+    while at < len(words):
+        dtype, encoding, flags, dimensions = words[at].to_bytes(4)
+        shape = words[at + 1 : at + 1 + dimensions]
+        name, coding = _PART_DTYPE_NAMES.get(dtype), _ENCODING_NAMES.get(encoding)
+        is_known = name is not None and coding in ALL and flags < 4 and 1 <= dimensions <= MAX_DIMENSIONS
+        if not is_known or len(shape) != dimensions or 0 in shape:
+            raise ProtocolError(
+                f"The peer announces a tensor of dtype {dtype}, encoding {encoding} and shape {shape}, which is "
+                "unknown."
+            )
+        assert name is not None
+        assert coding is not None
+        part = TensorPart(shape, name, coding, bool(flags & 1), bool(flags & 2))
+        if not part.is_floating_point and (coding != "raw" or flags):
+            raise ProtocolError(f"The peer announces {name} values that are encoded as {coding} or have a gradient.")
+        found.append(part)
+        at += 1 + dimensions
+    return tuple(found)
 
 
 #: Returns how many bytes the body of a message may have, given its header.
@@ -244,7 +322,7 @@ class Assembler:
         self._check_size(frame.message)
         begun = self._begun.pop(frame.sequence, None) or _Begun(frame.message)
         in_place = (frame.chunk, frame.message) == (begun.chunk, begun.message)
-        is_coded = frame.message.body.encoding in CODED
+        is_coded = frame.message.body.is_coded
         fits = _is_coded_chunk(frame) if is_coded else _is_chunk(frame)
         if not in_place or not fits:
             raise ProtocolError(
@@ -291,12 +369,11 @@ def _is_coded_chunk(frame: Frame) -> bool:
     """Return whether a frame can be that chunk of its tensor: not longer than the chunk before encoding."""
     message, body = frame.message, frame.message.body
     labels = body.size_bytes - tensor_bytes(message)
-    item = ITEM_BYTES[body.dtype]
-    sizes = chunk_sizes(body.shape, item)
+    sizes = coded_chunks(body)
     if frame.chunks != len(sizes) or frame.payload_bytes == 0:
         return False
     at_end = labels if frame.chunk == frame.chunks - 1 else 0
-    return at_end <= frame.payload_bytes <= sizes[frame.chunk] * item + OVERHEAD_BYTES + at_end
+    return at_end <= frame.payload_bytes <= sizes[frame.chunk] + OVERHEAD_BYTES + at_end
 
 
 @dataclass(slots=True)
@@ -310,7 +387,7 @@ class _Begun:
     def keep(self, frame: Frame) -> None:
         """Keep a frame's share of the body: unchanged or, if the body is large, in one buffer for all of it."""
         size = self.message.body.size_bytes
-        if self.message.body.encoding in CODED:
+        if self.message.body.is_coded:
             # Each coded chunk is decoded alone and has to be one buffer; the in-memory transport may give several.
             self.parts.extend((end_to_end(frame.payload),) if frame.payload else ())
             return
@@ -337,5 +414,5 @@ def _with_buffers(message: Message, buffers: tuple[memoryview, ...]) -> Message:
         message.micro_batch,
         message.samples,
         message.batch_samples,
-        Body(body.size_bytes, buffers, body.dtype, body.shape, body.encoding),
+        Body(body.size_bytes, buffers, body.dtype, body.shape, body.encoding, parts=body.parts),
     )

@@ -5,8 +5,8 @@ HELLO          ->                        name, samples, and the device's profile
                <-          WELCOME       session, plan and the rest of its orders
                <-          MODEL         the device's part of the global model
                <-          ROUND         train this epoch
-ACTIVATION     ->                        one micro-batch and its labels
-               <-          GRADIENT      of its activations
+ACTIVATION     ->                        one micro-batch and its labels, or the numbers of activations sent before
+               <-          GRADIENT      of its activations; empty if the device has nothing to train
 END_EPOCH      ->                        'stop epoch': samples trained, loss if the device computed it, its uplink
 MODEL          ->                        the trained part
                <-          PLAN          a new plan from now on, if there is one
@@ -19,6 +19,8 @@ STOP           ->                        goodbye
                <-          ABANDON       drop this epoch: it ended without the device
 ABANDON        ->                        its answer, after which no message of that epoch follows
 FAULT         <->                        why the sender closes the connection
+ALIVE          ->                        sent when nothing else is, if ROUND asks for it
+               <-          ALIVE         its answer, unless something else was sent
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Any
 
 from pipar.errors import ProtocolError
 from pipar.json_records import LongNumberError, parse_json
-from pipar.wire.encodings import ALL, CODED, chunk_sizes
+from pipar.wire.encodings import ALL, CODED, LOSSY, chunk_sizes, dense
 
 
 class Kind(IntEnum):
@@ -52,17 +54,24 @@ class Kind(IntEnum):
     PLAN = 12
     STATE = 13
     ABANDON = 14
+    ALIVE = 15
 
 
-#: These open or end a connection. They have no number, overtake queued messages, and are not sent again.
-UNNUMBERED = frozenset({Kind.HELLO, Kind.WELCOME, Kind.FAULT})
+#: These open, keep or end a connection. They have no number, overtake queued messages, and are not sent again.
+UNNUMBERED = frozenset({Kind.HELLO, Kind.WELCOME, Kind.FAULT, Kind.ALIVE})
 
 DTYPES = {"": 0, "float32": 1, "float64": 2}
 ITEM_BYTES = {"": 1, "float32": 4, "float64": 8}
-ENCODINGS = {"raw": 0, "json": 1, "safetensors": 2, "trace": 3, "changes": 4} | {
+#: The encoding of a body with several tensors, each with a dtype and an encoding of its own.
+SEVERAL = "tensors"
+#: The dtypes of one of several tensors.
+PART_DTYPES = {"float32": 1, "float64": 2, "bool": 3, "uint8": 4, "int8": 5, "int16": 6, "int32": 7, "int64": 8}
+PART_ITEM_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float32": 4, "float64": 8}
+ENCODINGS = {"raw": 0, "json": 1, "safetensors": 2, "trace": 3, "changes": 4, SEVERAL: 5, "kept": 6} | {
     name: number for number, name in enumerate(CODED, start=16)
 }
 LABEL_BYTES = 4  # int32, after the activations
+NUMBER_BYTES = 4  # of an activation that was sent before
 
 
 def _views(buffers: Iterable[memoryview | bytes | bytearray]) -> tuple[memoryview, ...]:
@@ -112,12 +121,50 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorPart:
+    """One of several tensors in a body: how to read it, and what an activation asks of its gradient.
+
+    Only floating-point tensors can be encoded or have a gradient. The gradient of a rectified one, which a ReLU has
+    computed, is needed only where it is not zero.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    encoding: str = "raw"
+    has_gradient: bool = False
+    is_rectified: bool = False
+
+    @property
+    def is_floating_point(self) -> bool:
+        return self.dtype in ITEM_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        """Its bytes before encoding."""
+        return math.prod(self.shape) * PART_ITEM_BYTES[self.dtype]
+
+    @property
+    def chunk_sizes(self) -> list[int]:
+        """The number of values in each of its chunks."""
+        return chunk_sizes(self.shape, PART_ITEM_BYTES[self.dtype])
+
+    def encoding_for(self, given: str) -> str:
+        """Return the encoding that a plan's encoding means for this tensor, or for its gradient.
+
+        Integers stay as they are, and what has no gradient is never rounded: a mask may have infinite values.
+        """
+        if not self.is_floating_point or (given in LOSSY and not self.has_gradient):
+            return "raw"
+        return given if self.is_rectified else dense(given)
+
+
+@dataclass(frozen=True, slots=True)
 class Body:
     """What a message carries: some buffers and how to read them.
 
     In a timing-only run a body has a size but no buffers, and travels like any other. The body of a coded tensor has
     `chunks` instead of buffers at its sender, and one buffer for each chunk at its receiver; its size is that before
-    encoding.
+    encoding. So has a body with several tensors, its `parts`, each of which is cut into chunks.
     """
 
     size_bytes: int = 0
@@ -126,6 +173,12 @@ class Body:
     shape: tuple[int, ...] = ()
     encoding: str = "raw"
     chunks: Chunks | None = field(default=None, compare=False)
+    parts: tuple[TensorPart, ...] = ()
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether it is sent in the chunks of its tensors."""
+        return self.encoding in CODED or self.encoding == SEVERAL
 
     @property
     def is_size_only(self) -> bool:
@@ -172,6 +225,28 @@ class Message:
         return f"{self.kind.name}(epoch {self.epoch}, iteration {self.iteration}, micro-batch {self.micro_batch})"
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A micro-batch of which the server has the activations: the content of its message."""
+
+    samples: int
+    batch_samples: int
+    body: Body
+
+
+def numbers_body(numbers: bytes | memoryview) -> Body:
+    """Return the content of ACTIVATION that refers to activations sent before: 32-bit numbers, little-endian."""
+    return Body.of(numbers, encoding="kept")
+
+
+def read_numbers(message: Message) -> bytes:
+    """Return the numbers of activations that a message refers to; raise ProtocolError unless there is one a sample."""
+    body = message.body
+    if body.encoding != "kept" or message.samples < 1 or body.size_bytes != message.samples * NUMBER_BYTES:
+        raise ProtocolError(f"{message} does not refer to {message.samples} activations.")
+    return bytes(body.contiguous())
+
+
 def json_body(content: dict[str, Any]) -> Body:
     """Return a small body for control messages."""
     return Body.of(json.dumps(content, sort_keys=True).encode(), encoding="json")
@@ -190,17 +265,27 @@ def read_json(message: Message) -> dict[str, Any]:
     return content
 
 
+def coded_chunks(body: Body) -> list[int]:
+    """Return the bytes, before encoding, of each chunk of a body's tensors."""
+    if body.encoding == SEVERAL:
+        return [size * PART_ITEM_BYTES[part.dtype] for part in body.parts for size in part.chunk_sizes]
+    item = ITEM_BYTES[body.dtype]
+    return [size * item for size in chunk_sizes(body.shape, item)]
+
+
 def chunk_count(body: Body) -> int:
-    """Return how many chunks of a tensor a received body has; one if it is not coded."""
-    return len(chunk_sizes(body.shape, ITEM_BYTES[body.dtype])) if body.encoding in CODED else 1
+    """Return how many chunks of tensors a received body has; one if it is not coded."""
+    return len(coded_chunks(body)) if body.is_coded else 1
 
 
 def tensor_bytes(message: Message) -> int:
-    """Return how many bytes of the body are the tensor; raise ProtocolError if body and header do not agree.
+    """Return how many bytes of the body are its tensors; raise ProtocolError if body and header do not agree.
 
-    The tensor of an ACTIVATION is followed by its labels, one int32 per sample.
+    The tensors of an ACTIVATION are followed by its labels, one int32 per sample.
     """
     body = message.body
+    if body.encoding == SEVERAL:
+        return _several_bytes(message)
     size = math.prod(body.shape) * ITEM_BYTES[body.dtype]
     labels = message.samples * LABEL_BYTES if message.kind is Kind.ACTIVATION else 0
     if not body.dtype or body.encoding not in ALL or size + labels != body.size_bytes:
@@ -210,4 +295,19 @@ def tensor_bytes(message: Message) -> int:
         )
     if size == 0 or not body.shape or body.shape[0] != message.samples:
         raise ProtocolError(f"{message} says {message.samples} samples, but its shape is {body.shape}.")
+    return size
+
+
+def _several_bytes(message: Message) -> int:
+    body = message.body
+    size = sum(part.size_bytes for part in body.parts)
+    labels = message.samples * LABEL_BYTES if message.kind is Kind.ACTIVATION else 0
+    shapes = [part.shape for part in body.parts]
+    if size + labels != body.size_bytes:
+        raise ProtocolError(
+            f"{message} carries {body.size_bytes} bytes, but its header says tensors of shapes {shapes} and "
+            f"{message.samples} samples."
+        )
+    if not shapes or not all(part.size_bytes and part.shape[0] == message.samples for part in body.parts):
+        raise ProtocolError(f"{message} says {message.samples} samples, but its tensors have shapes {shapes}.")
     return size

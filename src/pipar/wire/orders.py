@@ -35,14 +35,18 @@ class Orders:
     #: The updates of this device that the server knows of: their number, and the mu^2 that they add up to.
     releases: int = 0
     spent: float = 0.0
+    #: The first layers that have nothing to train: a device with only these sends activations and gets no gradients.
+    frozen_layers: int = 0
+    #: Of these, those that compute each sample by itself: its activations are the same in every epoch.
+    steady_layers: int = 0
 
     def to_body(self) -> Body:
-        rest = {key: value for key, value in self.__dict__.items() if key != "plan"}
+        rest = {key: value for key, value in self.__dict__.items() if key != "plan" and _RARE.get(key) != value}
         return json_body({**rest, **asdict(self.plan)})
 
     @classmethod
     def read(cls, message: Message) -> Orders:
-        content = read_json(message)
+        content = {**_RARE, **read_json(message)}
         if {key: type(value) for key, value in content.items()} != _CONTENT:
             raise ProtocolError(
                 "The server's welcome does not have the fields of this pipar version: install the same pipar on both; "
@@ -71,6 +75,21 @@ class Orders:
         return self.changes_below_bps > 0 or self.protects
 
     @property
+    def trains_part(self) -> bool:
+        """Whether the device's part has anything to train."""
+        return self.plan.split_point > self.frozen_layers
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the device's part gives the same activations in every epoch; it computes each sample by itself."""
+        return self.plan.split_point <= self.steady_layers and self.plan.split_point < self.layers
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether the server can keep the device's activations; the error of a lossy encoding differs every time."""
+        return self.is_steady and self.plan.up not in encodings.LOSSY
+
+    @property
     def protects(self) -> bool:
         """Whether updates are clipped and get noise."""
         return self.noise_multiplier > 0
@@ -89,10 +108,27 @@ class Orders:
         return replace(self, plan=plan)
 
 
+#: Fields that most trainings leave at these values are left out then.
+_RARE = {"frozen_layers": 0, "steady_layers": 0}
 _PLAN = {"split_point": int, "micro_batches": int, "window": int, "up": str, "down": str}
-_LEAST = {"split_point": 1, "micro_batches": 1, "layers": 1, "batch_size": 1, "window": 0, "releases": 0, "session": 1}
+_LEAST = {
+    "split_point": 1,
+    "micro_batches": 1,
+    "layers": 1,
+    "batch_size": 1,
+    "window": 0,
+    "releases": 0,
+    "session": 1,
+    **_RARE,
+}
 #: The header has 32 bits for a session; the other numbers are above every honest one.
-_MOST = {"session": 2**32 - 1, "layers": 100_000, "batch_size": LARGEST_BATCH, "releases": 2**53}
+_MOST = {
+    "session": 2**32 - 1,
+    "layers": 100_000,
+    "batch_size": LARGEST_BATCH,
+    "releases": 2**53,
+    **dict.fromkeys(_RARE, 100_000),
+}
 #: Sums of these stay finite.
 _LARGEST_AMOUNT = 1e300
 _AMOUNTS = {
@@ -105,7 +141,7 @@ _AMOUNTS = {
 }
 _CONTENT = {
     **_PLAN,
-    **dict.fromkeys(("session", "layers", "batch_size", "releases"), int),
+    **dict.fromkeys(("session", "layers", "batch_size", "releases", *_RARE), int),
     "batch_statistics": bool,
     "keep_momentum": bool,
     **dict.fromkeys(_AMOUNTS, float),

@@ -1,0 +1,114 @@
+"""What a replay puts in the place of parts of the server and of devices: they do what was recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection, Mapping
+
+from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner
+from pipar.links import Link
+from pipar.methods import Plan
+from pipar.planner.replanner import MeasuredLink, Replanner
+from pipar.server.enrolment import ClosedEnrolment
+from pipar.server.session import Session
+from pipar.wire.messages import Body
+
+#: How often a replay looks for exclusions of a round that has not begun, and how far timers are rounded.
+_LOOK_AGAIN_S, _ROUNDED_S = 0.05, 1e-6
+
+#: Returns the bytes of a model's changes in the current round, if they were recorded.
+ChangesBytes = Callable[[str], int | None]
+
+
+class ReplayedPart(SizesOnlyDevicePart):
+    """A device's part whose changes have their recorded size."""
+
+    changes_bytes: Callable[[], int | None] = staticmethod(lambda: None)
+
+    def pack(self, *, changes: bool = False) -> Body:
+        size = self.changes_bytes() if changes else None
+        return super().pack(changes=changes) if size is None else Body(size, encoding="changes")
+
+
+class ReplayedLearner(SizesOnlyLearner):
+    """A global model whose changes have their recorded size."""
+
+    changes_bytes: ChangesBytes = staticmethod(lambda _: None)
+
+    def pack(self, device: str, *, changes: bool = False, frozen: bool = True) -> Body:
+        size = self.changes_bytes(device) if changes else None
+        return super().pack(device, changes=changes, frozen=frozen) if size is None else Body(size, encoding="changes")
+
+
+class RecordedPlans(Replanner):
+    """Takes the plans of the recorded training at the rounds at which they were taken."""
+
+    def __init__(self, plans: Mapping[int, Mapping[str, Plan]]) -> None:
+        self.why = "as recorded"
+        self._plans = plans
+        self._epoch = 0
+
+    def begin(self, links: Mapping[str, Link]) -> None:
+        pass
+
+    def observe_round(self, measured: Mapping[str, MeasuredLink]) -> None:
+        pass
+
+    def join(self, device: str, link: Link) -> None:
+        pass
+
+    def leave(self, device: str) -> None:
+        pass
+
+    def take(self) -> Mapping[str, Plan] | None:
+        self._epoch += 1
+        return self._plans.get(self._epoch + 1)
+
+    def close(self) -> None:
+        pass
+
+
+class RecordedDeadline:
+    """Ends rounds without a device when the recorded server did."""
+
+    seconds = None
+
+    def __init__(self, *, is_needed: bool) -> None:
+        self._is_needed = is_needed
+        self._loop = asyncio.get_running_loop()
+        self._due: dict[str, float] = {}
+
+    def exclude(self, device: str, at: float) -> None:
+        """The recorded server ended a round without this device at this time of the replay."""
+        self._due[device] = at
+
+    def begin(self, group: Collection[Session]) -> None:  # noqa: ARG002
+        self._due.clear()
+
+    def timeout_s(self, waiting: Collection[Session], *, any_finished: bool) -> float | None:  # noqa: ARG002
+        if not self._is_needed:
+            return None
+        due = [self._due[session.device] for session in waiting if session.device in self._due]
+        # The times of a round are known when its first device has begun.
+        return max(0.0, min(due) - self._loop.time()) if due else _LOOK_AGAIN_S
+
+    def late(self, waiting: Collection[Session], *, any_finished: bool) -> dict[Session, str]:  # noqa: ARG002
+        now = self._loop.time() + _ROUNDED_S
+        late = [session for session in waiting if self._due.get(session.device, math.inf) <= now]
+        for session in late:
+            del self._due[session.device]
+        return dict.fromkeys(late, "it was too late in the recorded round")
+
+    def restart(self, waiting: Collection[Session], *, any_late: bool) -> None:
+        pass
+
+    def lengthen(self, *, one_at_a_time: bool) -> None:
+        pass
+
+
+class ReplayEnrolment(ClosedEnrolment):
+    """Admits the recorded devices; their links are emulated by the replay."""
+
+    def link(self, name: str) -> Link:
+        return self.job.links[name].model_copy(update={"latency_s": 0.0})

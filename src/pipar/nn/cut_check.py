@@ -1,0 +1,204 @@
+"""Whether a line of stages trains as the network that it was made of, tried with a few samples.
+
+Weights are changed a little first, in the same way on both sides: many networks start with zeros in their last layer,
+which hide everything before it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipar.nn.inputs import Inputs, call, drawn_like, in_dtype, mapped, tensors_of
+
+#: Batches are tried with these numbers of samples: some networks compute something else for a single one.
+_COUNTS = (2, 3, 1)
+#: The change of a weight, relative to the size of its tensor, and at least.
+_STIRRED, _LEAST_STIRRED = 0.1, 0.02
+#: The largest differences by dtype: relative to the tensor itself, and to all tensors together.
+_TOLERANCES = {torch.float64: (1e-9, 1e-12)}
+_LARGE_TOLERANCES = (1e-4, 1e-6)
+
+
+class Divided(Protocol):
+    """A network that is divided into stages."""
+
+    @property
+    def whole(self) -> nn.Module: ...
+
+    def __iter__(self) -> Iterator[nn.Module]: ...
+
+
+def dtype_of(network: nn.Module) -> torch.dtype:
+    """Return the dtype of a network's weights."""
+    floating = (weight.dtype for weight in network.parameters() if weight.is_floating_point())
+    return next(floating, torch.get_default_dtype())
+
+
+def differs(line: Divided, example: Inputs) -> bool:
+    """Return True if a training step through the separate stages is not that of the uncut network.
+
+    In float64, unless recorded operations fix the dtype of the network, such as zeros that an LSTM starts from.
+    """
+    return any(_differs_for(line, example, count) for count in _COUNTS)
+
+
+def _differs_for(line: Divided, example: Inputs, count: int) -> bool:
+    for dtype in dict.fromkeys((torch.float64, dtype_of(line.whole))):
+        try:
+            return differs_in(line, example, count, dtype)
+        except RuntimeError:  # two dtypes in one operation
+            continue
+    return count > 1 or _takes(line.whole, example, count)
+
+
+def _takes(whole: nn.Module, example: Inputs, count: int) -> bool:
+    """Return whether a network can be trained with batches of this many samples."""
+    try:
+        _whole_step(whole, example, count, dtype_of(whole))
+    except Exception:  # noqa: BLE001 - whatever a network raises
+        return False
+    return True
+
+
+def differs_in(line: Divided, example: Inputs, count: int, dtype: torch.dtype) -> bool:
+    """Return the same for one number of samples in one dtype; raise RuntimeError if it cannot be computed in it."""
+    try:
+        expected = _whole_step(line.whole, example, count, dtype)
+    except ValueError:
+        if count == 1:  # batch normalisation needs more than one value
+            return False
+        raise
+    try:
+        found = _cut_step(line, example, count, dtype)
+    except (AttributeError, LookupError, TypeError, ValueError):  # a stage misses what another one has computed
+        return True
+    floating = [value for value in expected.values() if value.is_floating_point() and value.numel()]
+    scale = max((float(value.abs().max()) for value in floating), default=0.0)
+    return expected.keys() != found.keys() or not all(
+        _equal(value, found[name], scale) for name, value in expected.items()
+    )
+
+
+def _equal(one: Tensor, other: Tensor, scale: float) -> bool:
+    """Return whether two tensors are the same up to rounding, in a step whose largest value is `scale`."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.numel() or not one.is_floating_point():
+        return torch.equal(one, other)
+    relative, absolute = _TOLERANCES.get(one.dtype, _LARGE_TOLERANCES)
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return False
+    finite = one.isfinite()
+    most = relative * float(one[finite].abs().max()) + absolute * scale if finite.any() else 0.0
+    return bool(torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num())) and bool(
+        ((one[finite] - other[finite]).abs() <= most).all()
+    )
+
+
+def mixes_samples(network: nn.Module, example: Inputs) -> bool:
+    """Return True if the output for a sample depends on the other samples of its batch, as with batch normalisation."""
+    samples = drawn_like(example, 5, seed=2)
+    # Of two samples alone, normalisation would make 1 and -1 whatever they are.
+    (one, _), (other, _) = (_trained_on(network, samples, [0, *others], seed=0) for others in ((1, 2), (3, 4)))
+    return not _equal(one[0], other[0], float(one.abs().max()))
+
+
+def is_random(network: nn.Module, example: Inputs) -> bool:
+    """Return True if the output depends on random numbers, as with dropout."""
+    samples = drawn_like(example, 3, seed=2)
+    (first, draws), (second, _) = (_trained_on(network, samples, [0, 1], seed=seed) for seed in (0, 1))
+    return draws or not torch.equal(first, second)
+
+
+@torch.no_grad()
+def _trained_on(network: nn.Module, samples: Inputs, rows: list[int], *, seed: int) -> tuple[Tensor, bool]:
+    """Return the output of a copy in train mode for some samples, and whether it drew random numbers."""
+    copied = copy.deepcopy(network).train()
+    _stir(dict(copied.named_parameters()))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        before = torch.default_generator.get_state()
+        chosen = mapped(in_dtype(samples, dtype_of(network)), lambda tensor: tensor[rows])
+        output = call(copied, chosen)
+        draws = not torch.equal(before, torch.default_generator.get_state())
+    assert isinstance(output, Tensor)
+    return output, draws
+
+
+@torch.no_grad()
+def _stir(weights: Mapping[str, Tensor]) -> None:
+    """Change weights a little, always in the same way."""
+    for name in sorted(weights):
+        weight = weights[name]
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        size = _STIRRED * float(weight.double().pow(2).mean().sqrt()) if weight.numel() else 0.0
+        if weight.is_floating_point():
+            weight += (noise * max(size, _LEAST_STIRRED)).to(weight.dtype)
+
+
+def _whole_step(whole: nn.Module, example: Inputs, count: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    copied = copy.deepcopy(whole).to(dtype).train()
+    named = dict(copied.named_parameters())
+    _stir(named)
+    return _step([copied], named, dict(copied.named_buffers()), _inputs(example, count, dtype))
+
+
+def _cut_step(line: Divided, example: Inputs, count: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the step through copies of the stages, each made by itself: they will be in different processes."""
+    names = {id(tensor): name for name, tensor in _tensors(line.whole)}
+    parameters: dict[str, Tensor] = {}
+    buffers = {
+        name: buffer.to(dtype) if buffer.is_floating_point() else buffer for name, buffer in line.whole.named_buffers()
+    }
+    copies = []
+    for stage in line:
+        copies.append(copy.deepcopy(stage).to(dtype).train())
+        for (_, original), (_, copied) in zip(_tensors(stage), _tensors(copies[-1]), strict=True):
+            name = names.get(id(original))  # constants of recorded operations have none
+            if name is not None:
+                (parameters if isinstance(original, nn.Parameter) else buffers)[name] = copied
+    _stir(parameters)
+    return _step(copies, parameters, buffers, _inputs(example, count, dtype))
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(module.named_parameters(), module.named_buffers())
+
+
+def _inputs(example: Inputs, count: int, dtype: torch.dtype) -> Inputs:
+    return in_dtype(drawn_like(example, count, seed=0), dtype)
+
+
+def _step(
+    stages: Sequence[nn.Module], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Inputs
+) -> dict[str, Tensor]:
+    """Return the output, the gradients and the buffers after a pass through stages, each with a graph of its own."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)  # of dropout
+        output = _pass(stages, inputs)
+    gradients = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
+    changed = {f"{name} (buffer)": value for name, value in buffers.items()}
+    return {"": output.detach(), **gradients, **changed}
+
+
+def _pass(stages: Sequence[nn.Module], inputs: Inputs) -> Tensor:
+    passed: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []  # what a stage gave, and what the next one got
+    given = inputs
+    for stage in stages:
+        outputs = tensors_of(call(stage, mapped(given, torch.clone)))
+        given = tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
+        passed.append((outputs, given))
+    (output,), (end,) = passed[-1]
+    end.grad = torch.linspace(-1, 1, end.numel(), dtype=end.dtype).reshape(end.shape)
+    for outputs, crossed in reversed(passed):
+        known = [(one, other.grad) for one, other in zip(outputs, crossed, strict=True) if other.grad is not None]
+        if known and any(one.requires_grad for one, _ in known):
+            torch.autograd.backward([one for one, _ in known], [gradient for _, gradient in known])
+    return output
