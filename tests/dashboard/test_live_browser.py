@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.browser import PHONE, Open, Seen, at_the_middle_of, chromium, marks_of, zoom
+from support.browser import PHONE, Open, Seen, chromium, hovered, marks_of, zoom
 from support.programs import Program, address_of, place
 from support.waiting import until
 
@@ -92,8 +92,7 @@ def test_a_page_follows_a_run_without_errors(tmp_path: Path, profiles: Path, ope
 
 
 def can_be_hovered_and_zoomed(seen: Seen) -> None:
-    seen.page.mouse.move(*at_the_middle_of(seen, "lanes-0", "u"))
-    seen.page.locator("#lanes-0 .chart").get_by_text("lasts").wait_for()
+    assert hovered(seen, "lanes-0", "u")
     assert zoom(seen, "lanes-0") == (0, 100)
     seen.page.get_by_role("button", name="Zoom in").click()
     assert zoom(seen, "lanes-0") == (25, 75)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.browser import DESKTOP, PHONE, Open, Seen, at_the_middle_of, chromium, marks_of, zoom
+from support.browser import DESKTOP, PHONE, Open, Seen, chromium, hovered, marks_of, zoom
 from support.small_runs import SETTINGS
 
 import pipar
@@ -71,10 +71,7 @@ def test_a_chart_without_data_has_no_marks(desktop: Seen) -> None:
 
 
 def test_hovering_a_block_shows_its_details(desktop: Seen) -> None:
-    desktop.page.mouse.move(*at_the_middle_of(desktop, "lanes-2", "u"))
-    words = desktop.page.locator("#lanes-2 .chart").get_by_text("lasts")
-    words.wait_for()
-    said = words.inner_text()
+    said = hovered(desktop, "lanes-2", "u")
     for part in ("activations up", "uplink", "micro-batch", "starts at", "lasts"):
         assert part in said
 

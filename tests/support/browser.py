@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, until
 
 CHROMIUM = Path("/usr/bin/chromium")
 DESKTOP, PHONE = (1280, 900), (390, 844)
@@ -113,7 +113,22 @@ def marks_of(seen: Seen) -> dict[str, int]:
     return marks
 
 
-def at_the_middle_of(seen: Seen, figure: str, kind: str) -> tuple[float, float]:
+def hovered(seen: Seen, figure: str, kind: str) -> str:
+    """Return what a chart of lanes says about the longest block of a kind, with the mouse over its middle."""
+    words = seen.page.locator(f"#{figure} .chart").get_by_text("lasts")
+
+    def says() -> str:
+        # A chart finds its blocks under the mouse only when it moves, and only after they were painted: move like a hand.
+        seen.page.mouse.move(0, 0)
+        seen.page.mouse.move(*_middle_of(seen, figure, kind), steps=3)
+        seen.run("() => new Promise((painted) => requestAnimationFrame(() => requestAnimationFrame(painted)))")
+        return str(words.inner_text()) if words.is_visible() else ""
+
+    text: str = until(says, f"{figure} to describe a block of {kind}")
+    return text
+
+
+def _middle_of(seen: Seen, figure: str, kind: str) -> tuple[float, float]:
     """Return the middle of the longest block of a kind, on the screen."""
     script = """([id, kind]) => {
         const chart = window.pipar.charts.get(id);
