@@ -30,7 +30,7 @@ from pipar.launch.replay import replay
 from pipar.recording.flight import Flight
 from pipar.recording.recorder import FILE
 
-DEVICES, EPOCHS, PAIRS = 20, 4, 5
+DEVICES, EPOCHS, PAIRS = 20, 8, 3
 _RUN = [
     "run.epochs=6", "data.name=synthetic", "data.shape=[3, 32, 32]", "data.samples_per_device=400", "data.validation=0",
     "data.test=0", "devices.count=2", "devices.speed=0.1", "plan.split_point=1", "plan.micro_batches=4",

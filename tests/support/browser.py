@@ -118,7 +118,7 @@ def hovered(seen: Seen, figure: str, kind: str) -> str:
     words = seen.page.locator(f"#{figure} .chart").get_by_text("lasts")
 
     def says() -> str:
-        # A chart finds its blocks under the mouse only when it moves, and only after they were painted: move like a hand.
+        # A chart finds a block under the mouse only when the mouse moves, and after the block was painted.
         seen.page.mouse.move(0, 0)
         seen.page.mouse.move(*_middle_of(seen, figure, kind), steps=3)
         seen.run("() => new Promise((painted) => requestAnimationFrame(() => requestAnimationFrame(painted)))")

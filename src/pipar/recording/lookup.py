@@ -208,7 +208,7 @@ class RecordedTimes:
         if recorded.split_point != now.split_point or getattr(recorded, way) != getattr(now, way):
             return None
         samples = self._job.sizes[device]
-        messages = sum(1 for _, number in self._places(device, recorded).samples if number)
+        messages = sum(1 for _, number in self._places(device, recorded).at if number)
         extra = messages * (HEADER_BYTES + _SHAPE_BYTES) + (samples * LABEL_BYTES if way == "up" else 0)
         profile = self._job.server_profile
         raw = samples * (profile.output_bytes if way == "up" else profile.gradient_bytes)(now.split_point)

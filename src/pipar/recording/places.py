@@ -9,6 +9,7 @@ from pipar.execution.schedule import cut_batch, cut_epoch
 
 #: Kinds of work on a whole batch; all others of an iteration are on one micro-batch.
 _OF_BATCHES = frozenset({"load", "noise", "step"})
+_NOWHERE = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,7 @@ class Places:
     Micro-batch 0 is the whole batch. Places outside of an epoch, as of models, have no samples.
     """
 
-    samples: dict[tuple[int, int], int] = field(default_factory=dict)
-    position: dict[tuple[int, int], int] = field(default_factory=dict)
+    at: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     @lru_cache(maxsize=256)
@@ -30,9 +30,9 @@ class Places:
 
         def add(place: tuple[int, int], size: int) -> None:
             kind = (place[1] > 0, size)
-            places.samples[place] = size
-            places.position[place] = counts.get(kind, 0)
-            counts[kind] = places.position[place] + 1
+            position = counts.get(kind, 0)
+            places.at[place] = size, position
+            counts[kind] = position + 1
 
         for iteration, batch in enumerate(cut_epoch(samples, batch_size, batch_statistics=batch_statistics), start=1):
             add((iteration, 0), batch)
@@ -43,5 +43,4 @@ class Places:
 
     def find(self, kind: str, iteration: int, micro_batch: int) -> tuple[int, int]:
         """Return the samples of a piece of work, and its position among those with as many."""
-        place = (iteration, 0 if kind in _OF_BATCHES else micro_batch)
-        return self.samples.get(place, 0), self.position.get(place, 0)
+        return self.at.get((iteration, 0 if kind in _OF_BATCHES else micro_batch), _NOWHERE)

@@ -8,10 +8,12 @@ bytes at the same rates.
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, WORK_KINDS, Span
@@ -142,7 +144,7 @@ class _Lanes:
         self.cores: list[Span] = []
         self._own: dict[str, dict[str, list[Span]]] = {}
         self._serving: dict[str, list[Span]] = {}
-        for span in sorted((span for span in spans if not span.waiting), key=_start_of):
+        for span in sorted((span for span in spans if not span.waiting), key=attrgetter("start", "end")):
             if span.owner != SERVER:
                 self.of(span.owner)[span.lane].append(span)
             elif span.lane.startswith(CORE):
@@ -165,10 +167,6 @@ class _Lanes:
             if span.kind == kind:
                 ends.setdefault((span.iteration, span.micro_batch), span.end)
         return ends
-
-
-def _start_of(span: Span) -> tuple[float, float]:
-    return span.start, span.end
 
 
 class _Arrivals:
@@ -223,21 +221,32 @@ class _Collected:
 
     def __init__(self, places: Places) -> None:
         self._places = places
-        self._times: dict[str, list[tuple[int, float]]] = {}
+        self._times: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
         self._chunks: dict[tuple[str, int, int], int] = {}
 
-    def add(self, span: Span, ready: Iterable[float | None]) -> None:
+    def add(self, span: Span, *ready: float | None) -> None:
         """Add the work of a span whose lane and data were there at these times."""
-        known = [time for time in ready if time is not None]
-        seconds = max(0.0, span.end - (max(known) if known else span.start))
-        where = (span.kind, span.iteration, span.micro_batch)
+        # Thousands of spans a round come here: nothing is built that the next one would build again.
+        since = -math.inf
+        for time in ready:
+            if time is not None and time > since:
+                since = time
+        seconds = span.end - (span.start if since == -math.inf else since)
+        kind = span.kind
+        where = (kind, span.iteration, span.micro_batch)
         chunk = self._chunks.get(where, 0)
         self._chunks[where] = chunk + 1
         samples, position = self._places.find(*where)
-        self._times.setdefault(time_key(span.kind, samples, chunk), []).append((position, seconds))
+        key = (kind, samples, chunk)
+        found = self._times.get(key)
+        if found is None:
+            found = self._times[key] = []
+        found.append((position, seconds if seconds > 0.0 else 0.0))
 
     def times(self) -> Times:
-        return {key: Series.of([seconds for _, seconds in sorted(found)]) for key, found in self._times.items()}
+        return {
+            time_key(*key): Series.of([seconds for _, seconds in sorted(found)]) for key, found in self._times.items()
+        }
 
 
 def _device_times(lanes: Mapping[str, Sequence[Span]], down: _Arrivals, model: DeviceModel) -> Times:
@@ -256,7 +265,7 @@ def _device_times(lanes: Mapping[str, Sequence[Span]], down: _Arrivals, model: D
                 data = decoded.get((span.iteration, span.micro_batch))
             case "install":
                 data = _last(down.models, span.start + _SKEW_S) or _last(down.commands, span.start + _SKEW_S)
-        out.add(span, (before, data))
+        out.add(span, before, data)
         before = span.end
     before = None
     encoded: dict[_Place, float] = {}
@@ -274,11 +283,11 @@ def _device_times(lanes: Mapping[str, Sequence[Span]], down: _Arrivals, model: D
                 encoded[place] = span.end
             case _:
                 data = down.of_tensors.get(place)
-        out.add(span, (before, data))
+        out.add(span, before, data)
         before = span.end
     before = None
     for span in lanes[NOISE]:
-        out.add(span, (before, fed.get(("load", span.iteration))))
+        out.add(span, before, fed.get(("load", span.iteration)))
         before = span.end
     return out.times()
 
@@ -302,7 +311,7 @@ def _server_times(
         ready = [of_lane.get(span.lane)]
         if span.device not in serving:
             # The server waits for all devices here, and for those that it gives up.
-            own.add(span, [*ready, _last(waited_for, span.start)])
+            own.add(span, *ready, _last(waited_for, span.start))
         else:
             upload = uploads[span.device]
             ready.append(of_device.get(span.device))
@@ -311,7 +320,7 @@ def _server_times(
                 ready.append(_last(upload.models, span.start + _SKEW_S) if is_model else _tensor(upload, span))
             if shares_model:
                 ready.append(_last(ends, span.start))
-            serving[span.device].add(span, ready)
+            serving[span.device].add(span, *ready)
             of_device[span.device] = span.end
         of_lane[span.lane] = span.end
     out.server = own.times()
