@@ -65,6 +65,33 @@ def test_a_replay_takes_the_same_seconds(tmp_path: Path, link: object) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("speed", "device_speed", "seed"), [(0.4, 0.2, 1), (0.6, 0.1, 1), (0.6, 0.1, 2), (1.0, 0.2, 2)]
+)
+def test_devices_of_a_busy_machine_are_replayed_on_links_that_change(
+    tmp_path: Path, speed: float, device_speed: float, seed: int
+) -> None:
+    # Micro-batches of two devices arrive at almost the same time, and what is left when a link changes takes ten times
+    # as long.
+    rates = [{"up": "10Mbit/s", "down": "10Mbit/s"}, {"up": "1Mbit/s", "down": "2Mbit/s"}]
+    job = recorded_job({"cycle": rates, "every": "900ms"}, devices=2, epochs=6, cores=1, speed=speed)
+    job = replace(job, specs=tuple(replace(spec, speed=device_speed) for spec in job.specs))
+    run = record(tmp_path, job, busy=seed)
+    assert same(replayed(run.path), run.seconds, 0.03)
+
+
+@pytest.mark.slow
+def test_a_micro_batch_that_never_comes_delays_a_replay_little(tmp_path: Path) -> None:
+    run = record(tmp_path, recorded_job())
+    records, _ = read_records(run.path)
+    for one in records:
+        if one["is"] == "round":
+            one["order"] = [2, *one["order"]]  # the slow device, which is the last to begin
+    run.path.write_bytes(b"".join(map(pack_record, records)))
+    assert same(replayed(run.path), run.seconds, 0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "case", [Case("pipar", (1, 2), (3, 2), encoding="planes"), Case("sfl2", (2,)), Case("sl", (2,))], ids=str
 )
 def test_a_training_with_coded_tensors_and_models_is_replayed_by_sizes_alone(tmp_path: Path, case: Case) -> None:

@@ -23,8 +23,8 @@ from pipar.recording.flight import RecordedEvent
 from pipar.recording.frames import pack_record, read_records
 from pipar.recording.moment import _LEFT_OUT, event_text
 from pipar.recording.places import Places
-from pipar.recording.recorder import _event_record, check_can_record, public_config
-from pipar.recording.stage_times import DeviceModel, LinkModel, stage_times, times_to_json
+from pipar.recording.recorder import _event_record, check_can_record, public_config, times_record
+from pipar.recording.stage_times import DeviceModel, LinkModel, stage_times
 from pipar.recording.writer import RecordWriter
 from pipar.storage.whole_files import append_whole
 from pipar.transport.shaping import Rates
@@ -63,12 +63,7 @@ def test_a_hundred_rounds_of_twenty_devices_take_less_than_a_megabyte() -> None:
     spans = noisy_round(names, random.Random(1))
     before = time.process_time()
     times = stage_times(spans, models, shares_model=False)
-    record = {
-        "is": "round",
-        "devices": {name: times_to_json(own) for name, own in times.devices.items()},
-        "serving": {name: times_to_json(own) for name, own in times.serving.items()},
-    }
-    frame = pack_record(record)
+    frame = pack_record({"is": "round", **times_record(times)})
     assert len(spans) > 8000
     assert 100 * len(frame) < 900_000  # the rest is for events, profiles and plans
     assert time.process_time() - before < 5  # a tenth of a second, on an idle machine

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pipar.events import EpochResult, Event, RoundOver
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import Span
+from pipar.execution.work import Work
 from pipar.job.job import Job, shared_costs
 from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, SizesOnlySamples
@@ -116,10 +118,12 @@ def record(
     kills: Mapping[str, float] | None = None,
     slower: float = 1.0,
     knows_links: bool = True,
+    busy: int | None = None,
 ) -> Recorded:
     """Return a training with sizes only that was recorded; devices are killed at the given seconds.
 
-    Machines are `slower` than their profiles. Without `knows_links`, the links are real ones to the recorder.
+    Machines are `slower` than their profiles. Without `knows_links`, the links are real ones to the recorder. With the
+    seed `busy`, other programs delay some of the work.
     """
     folder.mkdir(parents=True, exist_ok=True)
     known = job if knows_links else replace(job, specs=tuple(replace(spec, link=Link()) for spec in job.specs))
@@ -132,18 +136,33 @@ def record(
 
     watch = recorder.watch_with(out.events.append)
     try:
-        run_virtually(_train(job, recorder.emit_with(emit), watch, kills or {}, slower))
+        run_virtually(_train(job, recorder.emit_with(emit), watch, kills or {}, _Machines(slower, busy)))
     finally:
         recorder.close()
     return out
 
 
-def _lanes(costs: Costs) -> MakeLanes:
-    return lambda lanes, recorder: VirtualLanes(lanes, recorder, costs.seconds)
+@dataclass(frozen=True)
+class _Machines:
+    """How long work takes, in comparison with the profiles."""
+
+    slower: float
+    busy: int | None
+
+    def lanes(self, costs: Costs, owner: str = "") -> MakeLanes:
+        seconds: Callable[[Work], float] = costs.slower(self.slower).seconds
+        if self.busy is None:
+            return lambda lanes, recorder: VirtualLanes(lanes, recorder, seconds)
+        rng = random.Random(f"{self.busy} {owner}")
+
+        def delayed(work: Work) -> float:
+            return seconds(work) * rng.uniform(1.0, 1.5) * (rng.uniform(3.0, 10.0) if rng.random() < 0.1 else 1.0)
+
+        return lambda lanes, recorder: VirtualLanes(lanes, recorder, delayed)
 
 
-async def _train(job: Job, emit: Any, watch: Any, kills: Mapping[str, float], slower: float) -> None:
-    server_lanes, costs = _lanes(job.server_costs().slower(slower)), shared_costs()
+async def _train(job: Job, emit: Any, watch: Any, kills: Mapping[str, float], machines: _Machines) -> None:
+    server_lanes, costs = machines.lanes(job.server_costs()), shared_costs()
     learner = SizesOnlyLearner(job.server_profile, job.split_points)
     setup = ServerSetup(learner, ClosedEnrolment(job), server_lanes, server_lanes, emit, watch)
     server, loop = assemble_server(job, setup), asyncio.get_running_loop()
@@ -155,7 +174,7 @@ async def _train(job: Job, emit: Any, watch: Any, kills: Mapping[str, float], sl
         equipment = Equipment(
             samples,
             lambda orders: SizesOnlyDevicePart(profile, orders.plan.split_point),
-            _lanes(costs(profile, spec.speed).slower(slower)),
+            machines.lanes(costs(profile, spec.speed), name),
         )
         try:
             await run_device(name, spec.link, equipment, near, observe=lambda _: None)

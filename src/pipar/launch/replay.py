@@ -22,7 +22,15 @@ from pipar.execution.spans import Recorder, Span
 from pipar.execution.work import Place, Work
 from pipar.job.job import Job
 from pipar.launch.assemble import ServerSetup, assemble_server, run_device
-from pipar.launch.replay_parts import RecordedDeadline, RecordedPlans, ReplayedLearner, ReplayedPart, ReplayEnrolment
+from pipar.launch.replay_parts import (
+    OrderedLanes,
+    RecordedDeadline,
+    RecordedOrder,
+    RecordedPlans,
+    ReplayedLearner,
+    ReplayedPart,
+    ReplayEnrolment,
+)
 from pipar.launch.sizes_only import SizesOnlySamples
 from pipar.methods import Plan, check_plan
 from pipar.recording.flight import Flight, RecordedEvent
@@ -133,7 +141,7 @@ class _Replay:
         self._job = job
         self._change = change
         self._plans = {flight.epoch_of(one): one.plans for one in flight.rounds}
-        self._clock = ReplayClock(flight, self._round_begins)
+        self._clock = ReplayClock(flight, self._round_begins, follows_devices=change.is_none)
         self._times = RecordedTimes(flight, job, self._plan_of)
         self._job = replace(job, server_profile=replace(job.server_profile, changes_share=self._times.changes_share()))
         self._events = [e for e in flight.events if e.device in job.sizes]
@@ -202,8 +210,8 @@ class _Replay:
             ServerSetup(
                 learner=learner,
                 enrolment=ReplayEnrolment(job),
-                pool=self._lanes(self._times.server_s),
-                background=self._lanes(self._times.server_s),
+                pool=self._cores(),
+                background=self._server_lanes(),
                 emit=emit,
                 observe=self._observe,
                 replanner=RecordedPlans(plans),
@@ -211,13 +219,26 @@ class _Replay:
             ),
         )
 
-    def _lanes(self, seconds: Callable[[Work], float]) -> MakeLanes:
+    def _device_lanes(self, name: str) -> MakeLanes:
         def timed(work: Work) -> float:
-            self._clock.note_work(work, self._loop.time())
-            return seconds(work)
+            self._clock.note_work(name, work, self._loop.time())
+            return self._times.device_s(name, work)
+
+        return lambda lanes, recorder: VirtualLanes(lanes, recorder, timed)
+
+    def _server_lanes(self) -> MakeLanes:
+        return lambda lanes, recorder: VirtualLanes(lanes, recorder, self._times.server_s)
+
+    def _cores(self) -> MakeLanes:
+        """Return how the server's cores are made; under other conditions, micro-batches come in another order."""
+        if not self._change.is_none:
+            return self._server_lanes()
+        order = RecordedOrder({self._flight.epoch_of(one): one for one in self._flight.rounds})
 
         def make(lanes: Sequence[str], recorder: Recorder) -> VirtualLanes:
-            return VirtualLanes(lanes, recorder, timed)
+            cores = OrderedLanes(lanes, recorder, self._times.server_s)
+            cores.order = order
+            return cores
 
         return make
 
@@ -241,8 +262,7 @@ class _Replay:
     async def _run_device(self, name: str, near: MemoryTransport) -> None:
         job = self._job
         samples = SizesOnlySamples(job.sizes[name], job.noised_bytes)
-        lanes = self._lanes(partial(self._times.device_s, name))
-        equipment = Equipment(samples, self._part_builder(name), lanes, guard=job.guard())
+        equipment = Equipment(samples, self._part_builder(name), self._device_lanes(name), guard=job.guard())
         link = job.links[name]
         rates = self._rates(name, 0)
         await run_device(name, link, equipment, near, keep_spans=job.traced_devices, rates=rates, observe=ignore)
@@ -269,7 +289,7 @@ class _Replay:
         since = max((at for at in joined if at <= now + 1e-6), default=joined[0] if joined else 0.0)
         measured = [(one.start, one.rates[name][way]) for one in self._flight.rounds if name in one.rates]
         rates = RoundRates(measured) if measured else link_models(link, since)[way].rates
-        return ReplayedRates(rates, self._clock, self._absences(name), self._change.link_factor)
+        return ReplayedRates(rates, self._clock, name, self._absences(name), self._change.link_factor)
 
     def _absences(self, name: str) -> list[tuple[float, float]]:
         """Return when nothing was sent over the link of a device, in order.

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
+from pipar.execution.lanes import Ended, Step, VirtualLanes
+from pipar.execution.work import Work
 from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner
 from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.replanner import MeasuredLink, Replanner
+from pipar.recording.flight import RecordedRound
+from pipar.recording.stage_times import begins_micro_batch
 from pipar.server.enrolment import ClosedEnrolment
 from pipar.server.session import Session
 from pipar.wire.messages import Body
 
 #: How often a replay looks for exclusions of a round that has not begun, and how far timers are rounded.
 _LOOK_AGAIN_S, _ROUNDED_S = 0.05, 1e-6
+#: How long a micro-batch waits for those that were before it, as a share of its round: one may never come, because its
+#: device is lost a little earlier than it was.
+_PATIENCE = 0.01
 
 #: Returns the bytes of a model's changes in the current round, if they were recorded.
 ChangesBytes = Callable[[str], int | None]
@@ -105,6 +115,70 @@ class RecordedDeadline:
 
     def lengthen(self, *, one_at_a_time: bool) -> None:
         pass
+
+
+class RecordedOrder:
+    """Lets the server begin with micro-batches in the order in which the recorded server did.
+
+    Micro-batches of two devices may arrive at almost the same time. In the other order, one of them would wait for the
+    other, its device would fall behind, and a link that changes would send the rest of its round at another rate.
+    """
+
+    def __init__(self, rounds: Mapping[int, RecordedRound]) -> None:
+        self._rounds = rounds
+        self._turns: dict[int, _Turns] = {}  # by epoch
+
+    async def wait_for_turn(self, work: Work) -> None:
+        """Return when the micro-batches that were first have been begun, or have not come for too long."""
+        one = self._rounds.get(work.epoch)
+        if one is None:
+            return
+        if work.epoch not in self._turns:
+            self._turns = {work.epoch: _Turns(one.times.order, _PATIENCE * one.seconds)}
+        await self._turns[work.epoch].wait_for(work.device)
+
+
+class _Turns:
+    """The order of the micro-batches of one round."""
+
+    def __init__(self, order: Sequence[str], patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._places: dict[str, deque[int]] = {}
+        for place, device in enumerate(order):
+            self._places.setdefault(device, deque()).append(place)
+        self._next = 0
+        self._begun: set[int] = set()
+        self._waiting: dict[int, asyncio.Event] = {}
+
+    async def wait_for(self, device: str) -> None:
+        places = self._places.get(device)
+        if not places:
+            return
+        place = places.popleft()
+        if place > self._next:
+            turn = self._waiting[place] = asyncio.Event()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(turn.wait(), self._patience_s)
+            del self._waiting[place]
+            self._next = max(self._next, place)  # those before it are late, and begin when they come
+        self._begun.add(place)
+        while self._next in self._begun:
+            self._begun.remove(self._next)
+            self._next += 1
+        if self._next in self._waiting:
+            self._waiting[self._next].set()
+
+
+class OrderedLanes(VirtualLanes):
+    """Lanes of a server that begins with micro-batches in the recorded order."""
+
+    order: RecordedOrder
+
+    async def run(self, *steps: Step, ended: Ended | None = None) -> Any:
+        first = steps[0][0]
+        if begins_micro_batch(first.kind, first.iteration):
+            await self.order.wait_for_turn(first)
+        return await super().run(*steps, ended=ended)
 
 
 class ReplayEnrolment(ClosedEnrolment):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from pipar.recording.stage_times import RoundTimes, Sent, read_times
 from pipar.wire import encodings
 
 #: Written into every file; a file of another format is refused.
-FORMAT = 1
+FORMAT = 2
 HEADER, CLOCK, PROFILE, DEVICE, EVENTS, ROUND = "pipar flight", "clock", "profile", "device", "events", "round"
 END = "end"  # of a recorder that was closed, with the CPU time that it took
 
@@ -155,13 +155,16 @@ class _Reader:
     def _take_round(self, record: Mapping[str, Any]) -> None:
         number = _whole(record["round"])
         plans = {name: read_plan(plan) for name, plan in _object(record["plans"], self._devices).items()}
-        times = RoundTimes(
-            {name: read_times(tree) for name, tree in _object(record["devices"], plans).items()},
-            {name: read_times(tree) for name, tree in _object(record["serving"], plans).items()},
-            read_times(record["server"]),
-            *({name: _sent(sent) for name, sent in _object(record[way], plans).items()} for way in ("up", "down")),
-        )
         start, seconds = _number(record["start"], -_LARGEST_S), _number(record["seconds"])
+        times = RoundTimes(
+            devices={name: read_times(tree) for name, tree in _object(record["devices"], plans).items()},
+            serving={name: read_times(tree) for name, tree in _object(record["serving"], plans).items()},
+            server=read_times(record["server"]),
+            up={name: _sent(sent) for name, sent in _object(record["up"], plans).items()},
+            down={name: _sent(sent) for name, sent in _object(record["down"], plans).items()},
+            order=_order(record["order"], list(record["serving"])),
+            begun={name: _times_after(start, value) for name, value in _object(record["begun"], plans).items()},
+        )
         rates = {name: _rates(value) for name, value in _object(record["rates"], plans).items()}
         self._rounds[number] = RecordedRound(number, start, seconds, plans, times, dict(record["about"]), rates)
 
@@ -258,6 +261,19 @@ def _rates(value: Any) -> tuple[float | None, float | None]:
 def _sent(value: Any) -> Sent:
     tensor_bytes, model_bytes = value
     return Sent(_whole(tensor_bytes), _whole(model_bytes))
+
+
+def _order(value: Any, names: Sequence[str]) -> list[str]:
+    """Return the names of devices by their numbers."""
+    if not isinstance(value, list) or not all(is_whole(number, 0, len(names) - 1) for number in value):
+        raise ValueError("the order of its micro-batches is not a list of its devices")
+    return [names[number] for number in value]
+
+
+def _times_after(start: float, value: Any) -> list[float]:
+    """Return times that are given in milliseconds after another one."""
+    most = 1000 * _LARGEST_S
+    return [start + _number(milliseconds, -most, most) / 1000 for milliseconds in value]
 
 
 def _number(value: Any, least: float = 0.0, most: float = _LARGEST_S) -> float:

@@ -13,7 +13,7 @@ from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.recording.flight import Flight, RecordedRound
 from pipar.recording.places import Places
-from pipar.recording.stage_times import Times, time_key
+from pipar.recording.stage_times import Times, is_pass, time_key
 from pipar.transport.shaping import Rates
 from pipar.wire.frames import CHUNK_BYTES, HEADER_BYTES
 from pipar.wire.messages import LABEL_BYTES
@@ -25,26 +25,45 @@ _SHAPE_BYTES = 8
 
 
 class ReplayClock:
-    """Compares the clock of a replay with that of the recorded server, anew at the start of every round."""
+    """Compares the clock of a replay with that of the recorded server, anew at the start of every round.
 
-    def __init__(self, flight: Flight, begins: Callable[[int], None]) -> None:
+    With `follows_devices`, it also does so for each device whose link changes, at each of its passes. A device
+    that is a little ahead of or after its recorded time would otherwise send less or more before its link changes, and
+    what is left may take ten times as long.
+    """
+
+    def __init__(self, flight: Flight, begins: Callable[[int], None], *, follows_devices: bool) -> None:
+        self._begun_at = {flight.epoch_of(one): one.times.begun for one in flight.rounds} if follows_devices else {}
+        self._passes: dict[str, int] = {}  # by device: passes in this round so far
+        self._device_ahead_s: dict[str, float] = {}  # by device, in this round
         self._starts = {flight.epoch_of(one): one.start for one in flight.rounds}
         self._ahead_s = flight.rounds[0].start
         self.epoch = 0  # the last one that has begun
         self._begun: set[int] = set()
         self._begins = begins
 
-    def note_work(self, work: Work, now: float) -> None:
+    def note_work(self, device: str, work: Work, now: float) -> None:
         """Note that a device starts some work; the first load of a round is the start of the round."""
         if work.kind == "load" and work.epoch not in self._begun and work.epoch in self._starts:
             self._begun.add(work.epoch)
             self.epoch = work.epoch
             self._ahead_s = self._starts[work.epoch] - now
+            self._passes.clear()
+            self._device_ahead_s.clear()
             self._begins(work.epoch)
+        elif is_pass(work.kind):
+            self._note_pass(device, work.epoch, now)
 
-    def recorded(self, now: float) -> float:
-        """Return the time on the recorded server's clock."""
-        return now + self._ahead_s
+    def _note_pass(self, device: str, epoch: int, now: float) -> None:
+        begun_at = self._begun_at.get(epoch, {}).get(device, ())
+        number = self._passes.get(device, 0)
+        self._passes[device] = number + 1
+        if epoch == self.epoch and number < len(begun_at):
+            self._device_ahead_s[device] = begun_at[number] - now
+
+    def recorded(self, now: float, device: str = "") -> float:
+        """Return the time on the recorded server's clock, by the progress of a device if one is given."""
+        return now + self._device_ahead_s.get(device, self._ahead_s)
 
 
 @dataclass(frozen=True)
@@ -71,6 +90,7 @@ class ReplayedRates:
 
     rates: Rates | RoundRates
     clock: ReplayClock
+    device: str
     away: Sequence[tuple[float, float]] = ()
     factor: float = 1.0
 
@@ -78,7 +98,7 @@ class ReplayedRates:
         bits /= self.factor
         if isinstance(self.rates, Rates) and len(self.rates.cycle) == 1 and not self.away:
             return self.rates.end(start, bits)
-        began = now = self.clock.recorded(start)
+        began = now = self.clock.recorded(start, self.device)
         for lost_at, back_at in self.away:
             if back_at <= now:
                 continue
@@ -90,7 +110,7 @@ class ReplayedRates:
         return start + (self.rates.end(now, max(0.0, bits)) - began)
 
     def at(self, time: float) -> float | None:
-        rate = self.rates.at(self.clock.recorded(time))
+        rate = self.rates.at(self.clock.recorded(time, self.device))
         return None if rate is None else rate * self.factor
 
 

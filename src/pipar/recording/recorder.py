@@ -310,24 +310,29 @@ def _round_record(
     models = known.models(names - {SERVER}, computed_until, result)
     times = stage_times(spans, models, known.released, shares_model=known.job.method.shares_server_model)
     loads = [span.start for span in spans if span.lane == IO and span.kind == "load" and not span.waiting]
+    start = round(min(loads, default=0.0), 9)
     about = ("samples", "bytes_up", "bytes_down", "validation_s", "devices")
     return {
         "is": flight.ROUND,
         "round": result.epoch,
-        "start": round(min(loads, default=0.0), 9),
+        "start": start,
         "seconds": result.seconds,
         "plans": {name: asdict(plan) for name, plan in sorted(known.plans.items()) if name in known.job.links},
         "about": {key: getattr(result, key) for key in about},
         "rates": {name: model.measured_bps for name, model in models.items() if model.measured_bps},
-        **_times_record(times),
+        **times_record(times),
+        "begun": {name: [round(1000 * (time - start)) for time in begun] for name, begun in times.begun.items()},
     }
 
 
-def _times_record(times: RoundTimes) -> dict[str, Any]:
+def times_record(times: RoundTimes) -> dict[str, Any]:
+    """Return the times of a round as its record has them."""
+    numbers = {name: number for number, name in enumerate(times.serving)}
     return {
         "devices": {name: times_to_json(own) for name, own in times.devices.items()},
         "serving": {name: times_to_json(own) for name, own in times.serving.items()},
         "server": times_to_json(times.server),
         "up": {name: [sent.tensor_bytes, sent.model_bytes] for name, sent in times.up.items()},
         "down": {name: [sent.tensor_bytes, sent.model_bytes] for name, sent in times.down.items()},
+        "order": [numbers[name] for name in times.order],
     }

@@ -8,6 +8,7 @@ most sixteen groups of consecutive times, or 64 if they vary wildly, each as one
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,8 @@ _STEP = 0.04
 #: Printable characters that JSON does not escape. Times vary more upwards than downwards.
 _ALPHABET = "".join(chr(code) for code in range(32, 127) if chr(code) not in '"\\')
 _SAME = _ALPHABET.index("A")
+#: The ratio to the mean from which on a time has each character but the first.
+_LIMITS = [math.exp(_STEP * (place - _SAME - 0.5)) for place in range(1, len(_ALPHABET))]
 _LONGEST_S = 1e9
 _MOST_COUNT = 1 << 32
 #: Times that differ by less than this share are equal, up to the rounding of clocks in virtual time.
@@ -40,13 +43,15 @@ class Series:
     @classmethod
     def of(cls, times: Sequence[float]) -> Series:
         """Return the series of some times, of which there is at least one; a longer one counts as 1e9 seconds."""
-        times = [min(seconds, _LONGEST_S) for seconds in times]
-        mean_s = math.fsum(times) / len(times)
-        if max(times) - min(times) <= _EQUAL * mean_s:
-            return cls(len(times), _rounded(mean_s, 12))
-        bounds = _bounds(len(times), min(len(times), _MOST_GROUPS if _varies(times, mean_s) else _USUAL_GROUPS))
-        groups = [math.fsum(times[start:end]) / (end - start) for start, end in pairwise(bounds)]
-        return cls(len(times), _rounded(mean_s, 5), "".join(_character(group / mean_s) for group in groups))
+        longest = max(times)
+        if longest > _LONGEST_S:
+            times, longest = [min(seconds, _LONGEST_S) for seconds in times], _LONGEST_S
+        count, mean_s = len(times), math.fsum(times) / len(times)
+        if longest - min(times) <= _EQUAL * mean_s:
+            return cls(count, _rounded(mean_s, 12))
+        number = min(count, _MOST_GROUPS if _varies(times, mean_s) else _USUAL_GROUPS)
+        groups = times if number == count else _means(times, _bounds(count, number))
+        return cls(count, _rounded(mean_s, 5), "".join([_character(group / mean_s) for group in groups]))
 
     @classmethod
     def read(cls, value: Any) -> Series:
@@ -76,8 +81,12 @@ class Series:
         return [self.mean_s * ratio * self.count / total for ratio in ratios]
 
 
+def _means(times: Sequence[float], bounds: Sequence[int]) -> list[float]:
+    return [math.fsum(times[start:end]) / (end - start) for start, end in pairwise(bounds)]
+
+
 def _varies(times: Sequence[float], mean_s: float) -> bool:
-    return math.fsum((seconds - mean_s) ** 2 for seconds in times) > len(times) * (_WILD * mean_s) ** 2
+    return math.fsum([(seconds - mean_s) ** 2 for seconds in times]) > len(times) * (_WILD * mean_s) ** 2
 
 
 def _bounds(count: int, groups: int) -> list[int]:
@@ -86,8 +95,8 @@ def _bounds(count: int, groups: int) -> list[int]:
 
 
 def _character(ratio: float) -> str:
-    steps = round(math.log(ratio) / _STEP) if ratio > 0 else -_SAME
-    return _ALPHABET[min(max(0, _SAME + steps), len(_ALPHABET) - 1)]
+    # Thousands of times a round: a search among the limits is faster than a logarithm that is rounded and clamped.
+    return _ALPHABET[bisect_right(_LIMITS, ratio)]
 
 
 def _rounded(value: float, digits: int) -> float:

@@ -98,6 +98,10 @@ class DeviceModel:
     computed_until: float | None = None  # in the round before; None if that is not known
 
     @property
+    def has_changing_link(self) -> bool:
+        return len(self.up.rates.cycle) > 1 or len(self.down.rates.cycle) > 1
+
+    @property
     def measured_bps(self) -> list[float | None]:
         """The rates up and down, if they were measured."""
         return [link.rates.cycle[0] for link in (self.up, self.down)] if self.up.sizes is not None else []
@@ -112,6 +116,19 @@ class RoundTimes:
     server: Times = field(default_factory=dict)
     up: dict[str, Sent] = field(default_factory=dict)
     down: dict[str, Sent] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)  # the device of each micro-batch, as the server began with them
+    #: Of devices with links that change: when each of their passes could begin, on the server's clock.
+    begun: dict[str, list[float]] = field(default_factory=dict)
+
+
+def is_pass(kind: str) -> bool:
+    """Return whether this work is a forward or backward pass of a device."""
+    return kind in ("fc", "bc")
+
+
+def begins_micro_batch(kind: str, iteration: int) -> bool:
+    """Return whether this work is the server's first one on a micro-batch."""
+    return kind == "decode" and iteration > 0
 
 
 def stage_times(
@@ -130,9 +147,11 @@ def stage_times(
         uploads[name] = _Arrivals(own[UPLINK], "u", lanes.first_ends(own[IO], "encode"), model.up, model.places)
         down = _Arrivals(own[DOWNLINK], "d", lanes.first_ends(lanes.serving(name), "encode"), model.down, model.places)
         out.up[name], out.down[name] = uploads[name].sent(), down.sent()
-        times = _device_times(own, down, model)
+        times, begun = _device_times(own, down, model)
         if times:
             out.devices[name] = times
+        if begun and model.has_changing_link:
+            out.begun[name] = begun
     _server_times(lanes.cores, uploads, models, released, out, shares_model=shares_model)
     return out
 
@@ -224,24 +243,26 @@ class _Collected:
         self._times: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
         self._chunks: dict[tuple[str, int, int], int] = {}
 
-    def add(self, span: Span, *ready: float | None) -> None:
-        """Add the work of a span whose lane and data were there at these times."""
+    def add(self, span: Span, *ready: float | None) -> float:
+        """Add the work of a span whose lane and data were there at these times; return when it could begin."""
         # Thousands of spans a round come here: nothing is built that the next one would build again.
         since = -math.inf
         for time in ready:
             if time is not None and time > since:
                 since = time
-        seconds = span.end - (span.start if since == -math.inf else since)
-        kind = span.kind
-        where = (kind, span.iteration, span.micro_batch)
+        if since == -math.inf:
+            since = span.start
+        seconds = span.end - since
+        where = (span.kind, span.iteration, span.micro_batch)
         chunk = self._chunks.get(where, 0)
         self._chunks[where] = chunk + 1
         samples, position = self._places.find(*where)
-        key = (kind, samples, chunk)
+        key = (span.kind, samples, chunk)
         found = self._times.get(key)
         if found is None:
             found = self._times[key] = []
         found.append((position, seconds if seconds > 0.0 else 0.0))
+        return since
 
     def times(self) -> Times:
         return {
@@ -249,8 +270,11 @@ class _Collected:
         }
 
 
-def _device_times(lanes: Mapping[str, Sequence[Span]], down: _Arrivals, model: DeviceModel) -> Times:
-    out = _Collected(model.places)
+def _device_times(
+    lanes: Mapping[str, Sequence[Span]], down: _Arrivals, model: DeviceModel
+) -> tuple[Times, list[float]]:
+    """Return the times of a device's work, and when each of its passes could begin."""
+    out, begun = _Collected(model.places), []
     fed = {(span.kind, span.iteration): span.end for lane in (IO, NOISE) for span in lanes[lane]}
     decoded = {(s.iteration, s.micro_batch): s.end for s in lanes[IO] if s.kind == "decode"}
     forwarded = {(s.iteration, s.micro_batch): s.end for s in lanes[COMPUTE] if s.kind == "fc"}
@@ -265,7 +289,9 @@ def _device_times(lanes: Mapping[str, Sequence[Span]], down: _Arrivals, model: D
                 data = decoded.get((span.iteration, span.micro_batch))
             case "install":
                 data = _last(down.models, span.start + _SKEW_S) or _last(down.commands, span.start + _SKEW_S)
-        out.add(span, before, data)
+        since = out.add(span, before, data)
+        if is_pass(span.kind):
+            begun.append(since)
         before = span.end
     before = None
     encoded: dict[_Place, float] = {}
@@ -289,7 +315,7 @@ def _device_times(lanes: Mapping[str, Sequence[Span]], down: _Arrivals, model: D
     for span in lanes[NOISE]:
         out.add(span, before, fed.get(("load", span.iteration)))
         before = span.end
-    return out.times()
+    return out.times(), begun
 
 
 def _server_times(
@@ -315,9 +341,11 @@ def _server_times(
         else:
             upload = uploads[span.device]
             ready.append(of_device.get(span.device))
-            if span.kind == "decode":
-                is_model = span.iteration == 0
-                ready.append(_last(upload.models, span.start + _SKEW_S) if is_model else _tensor(upload, span))
+            if begins_micro_batch(span.kind, span.iteration):
+                ready.append(_tensor(upload, span))
+                out.order.append(span.device)
+            elif span.kind == "decode":
+                ready.append(_last(upload.models, span.start + _SKEW_S))
             if shares_model:
                 ready.append(_last(ends, span.start))
             serving[span.device].add(span, *ready)
