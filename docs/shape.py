@@ -11,8 +11,8 @@ import re
 import statistics
 import sys
 import tomllib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ SOURCE = ROOT / "src" / "pipar"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 RULES = tomllib.loads((ROOT / "docs" / "packages.toml").read_text("utf-8"))
 _TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-_WITH_BODY = (ast.If, ast.FunctionDef, ast.AsyncFunctionDef)
+_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 #: Calls that import a module without an import statement.
 _HIDDEN = ("import_module", "__import__")
 #: The vocabulary: modules that everything may import.
@@ -55,32 +55,38 @@ def package_of(module: str) -> str:
 @cache
 def imports(source: str) -> tuple[Import, ...]:
     """Return every import of a source, also inside functions; `from a import b` counts as a.b."""
-    return tuple(_imports(ast.parse(source)))
+    # Import statements are not inside expressions, which are most of a tree; hidden imports are.
+    kinds = (ast.AST,) if any(name in source for name in _HIDDEN) else _STATEMENTS
+    return tuple(_imports(ast.parse(source), kinds))
 
 
-def _imports(tree: ast.Module) -> Iterator[Import]:
-    checked = _inside(tree, lambda node: isinstance(node, ast.If) and ast.unparse(node.test) in _TYPE_CHECKING)
-    late = _inside(tree, lambda node: isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    for node in ast.walk(tree):
-        targets = []
-        if isinstance(node, ast.Import):
-            targets = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "a relative import hides where it points"
-            targets = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute | ast.Name) and _last_name(node) in _HIDDEN:
-            targets = ["import_module"]
-        yield from (Import(target, id(node) not in checked, id(node) in late) for target in targets)
+def _imports(tree: ast.Module, kinds: tuple[type[ast.AST], ...]) -> Iterator[Import]:
+    waiting: deque[tuple[ast.AST, bool, bool]] = deque([(tree, True, False)])
+    while waiting:
+        node, runs, late = waiting.popleft()
+        yield from (Import(target, runs, late) for target in _targets(node))
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) in _TYPE_CHECKING
+        body = {id(inner) for inner in node.body} if is_function or is_for_types else set()  # type: ignore[attr-defined]
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, kinds):
+                inside = id(child) in body
+                waiting.append((child, runs and not (inside and is_for_types), late or (inside and is_function)))
+
+
+def _targets(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "a relative import hides where it points"
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Attribute | ast.Name) and _last_name(node) in _HIDDEN:
+        return ["import_module"]
+    return []
 
 
 def _last_name(node: ast.Attribute | ast.Name) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id
-
-
-def _inside(tree: ast.Module, is_around: Callable[[ast.AST], bool]) -> set[int]:
-    """Return the nodes in the bodies of the statements of some kind, by their id."""
-    bodies = [node.body for node in ast.walk(tree) if is_around(node) and isinstance(node, _WITH_BODY)]
-    return {id(inner) for body in bodies for part in body for inner in ast.walk(part)}
 
 
 def imported_modules(module: str, source: str, known: Collection[str]) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from logging.handlers import BufferingHandler
 from multiprocessing import forkserver
 from pathlib import Path
@@ -23,6 +24,17 @@ def pytest_sessionstart() -> None:
     surroundings.forget()
     # As many threads as cores in each of several workers would mostly wait for each other.
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector away from thousands of tests and from torch, where it spends a tenth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture
