@@ -276,7 +276,17 @@ def _check(code: object, out: str, err: str, says: str, runs: Path) -> None:
     assert not runs.exists() or not list(runs.iterdir())
 
 
-@pytest.mark.parametrize(("command", "says"), COMMANDS, ids=[command for command, _ in COMMANDS])
+#: The first needs torch.export, the second hundreds of simulations.
+SLOW = ("model.factory=own_models:branching", "plan --exhaustive --devices 5")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        pytest.param(*one, id=one[0], marks=pytest.mark.slow if any(words in one[0] for words in SLOW) else ())
+        for one in COMMANDS
+    ],
+)
 def test_bad_input_is_one_sentence(command: str, says: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(command.split())

@@ -181,7 +181,15 @@ def test_the_output_fits_80_columns_and_has_all_parts(pipar: Pipar) -> None:
         assert part in words
 
 
-@pytest.mark.parametrize(("method", "drawn"), [("fl", True), ("sfl", True), ("sl", False), ("sfl2", False)])
+@pytest.mark.parametrize(
+    ("method", "drawn"),
+    [
+        ("fl", True),
+        ("sfl", True),
+        pytest.param("sl", False, marks=pytest.mark.slow),
+        pytest.param("sfl2", False, marks=pytest.mark.slow),
+    ],
+)
 def test_every_method_has_a_plan_and_those_with_a_simulator_a_picture(method: str, drawn: bool, pipar: Pipar) -> None:
     text = pipar("--method", method, "--exhaustive")
     assert ("One iteration of" in text or "One epoch of" in text) == drawn
@@ -198,6 +206,7 @@ def test_a_memory_limit_is_shown_with_the_memory_of_the_plan(pipar: Pipar) -> No
     assert f"{enough / 2**20:.0f} of {enough / 2**20:.0f}" in text
 
 
+@pytest.mark.slow
 def test_the_papers_estimate_chooses_on_request_and_the_simulations_choice_is_shown_too(pipar: Pipar) -> None:
     by_simulation, by_paper = json.loads(pipar("--json")), json.loads(pipar("--json", "--estimate", "paper"))
     assert (by_simulation["estimate"], by_paper["estimate"]) == ("simulation", "paper")
@@ -256,6 +265,7 @@ def test_the_score_of_a_worse_choice_is_below_1(board: Path) -> None:
     assert worse.score < explained.exhaustive.score <= 1
 
 
+@pytest.mark.slow
 def test_an_uneven_sample_makes_no_second_kind_of_device_for_a_full_search(board: Path) -> None:
     config = _config(board, "data.samples_per_device=[20, 19, 19]")
     found = explain(job_to_plan(config), rehearse, exhaustive=True).exhaustive
@@ -280,6 +290,7 @@ def test_a_full_search_of_several_kinds_lists_the_micro_batches_it_tried(board: 
 CHANGING = ["--link", '{cycle = ["unlimited", {up = "50kbit/s", down = "50kbit/s"}], every = "60s"}']
 
 
+@pytest.mark.slow
 def test_links_that_change_have_plans_for_each_of_their_states(pipar: Pipar) -> None:
     document = json.loads(pipar("--json", *CHANGING))
     first, second = document["states"]
@@ -384,7 +395,7 @@ def limit(folder: Path, *leaky: int) -> list[str]:
     return ["--set", f"privacy.leakage={path}", "--set", "privacy.max_leakage=0.5"]
 
 
-@pytest.mark.parametrize("method", ["pipar", "sfl", "sfl2"])
+@pytest.mark.parametrize("method", ["pipar", "sfl", pytest.param("sfl2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("estimate", ["simulation", "paper"])
 def test_a_limit_on_leakage_moves_the_cut_and_shows_its_cost(
     method: str, estimate: str, pipar: Pipar, tmp_path: Path
@@ -411,6 +422,7 @@ def test_the_output_names_ruled_out_cuts_and_their_cost(pipar: Pipar, tmp_path: 
     assert ", at no cost:" in " ".join(pipar(*limit(tmp_path, 4), "--split-point", "1").split())
 
 
+@pytest.mark.slow
 def test_a_limit_below_the_guess_is_reported_as_unreachable(pipar: Pipar, tmp_path: Path) -> None:
     path = written(tmp_path, dict.fromkeys((1, 2, 3, 4), 0.8), guess=0.747)
     words = ["--set", f"privacy.leakage={path}", "--set"]

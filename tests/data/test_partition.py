@@ -41,6 +41,7 @@ def test_every_scheme_gives_disjoint_parts_of_exact_sizes_and_is_deterministic(
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.integers(1, 200))
 def test_even_sizes_add_up_and_differ_by_at_most_one(total: int, devices: int) -> None:
     sizes = even_sizes(total, devices)

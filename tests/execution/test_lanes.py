@@ -48,6 +48,7 @@ def by_hand(lanes: int, jobs: list[tuple[int, int]]) -> list[tuple[float, float,
 jobs = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=15).map(sorted)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.integers(1, 4), jobs)
 def test_jobs_go_to_the_first_free_lane_in_the_order_of_their_arrival(
@@ -224,6 +225,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return asked
 
 
+@pytest.mark.slow
 def test_half_the_speed_makes_a_span_twice_its_cpu_time_on_a_busy_host_too(pauses: list[float]) -> None:
     async def scenario(pool: Lanes) -> Any:
         return await pool.run((work(), burn(0.1)))

@@ -38,6 +38,7 @@ def test_an_epoch_is_cut_into_iterations(epoch: int, batch: int, statistics: boo
     assert cut_epoch(epoch, batch, batch_statistics=statistics) == iterations
 
 
+@pytest.mark.slow
 @given(samples, sizes, st.booleans())
 def test_an_epoch_trains_every_sample_once(epoch: int, batch: int, statistics: bool) -> None:
     cut = cut_epoch(epoch, batch, batch_statistics=statistics)
@@ -52,6 +53,7 @@ def test_counting_the_batches_of_any_claimed_number_of_samples_takes_constant_me
     assert count_pieces(100, 12) == {9: 4, 8: 8}
 
 
+@pytest.mark.slow
 @given(st.integers(2, 500), st.integers(2, 120))
 def test_with_batch_statistics_no_iteration_has_a_single_sample(epoch: int, batch: int) -> None:
     cut = cut_epoch(epoch, batch, batch_statistics=True)
@@ -76,6 +78,7 @@ def test_a_batch_is_cut_into_micro_batches(batch: int, n: int, statistics: bool,
     assert cut_batch(batch, n, batch_statistics=statistics) == pieces
 
 
+@pytest.mark.slow
 @given(samples, sizes, st.booleans())
 def test_pieces_add_up_to_the_batch_differ_by_at_most_one_and_are_never_more_than_n(
     batch: int, n: int, statistics: bool
@@ -87,6 +90,7 @@ def test_pieces_add_up_to_the_batch_differ_by_at_most_one_and_are_never_more_tha
     assert 1 <= len(pieces) <= n
 
 
+@pytest.mark.slow
 @given(samples, sizes)
 def test_a_batch_is_cut_into_n_pieces_whenever_it_has_n_samples(batch: int, n: int) -> None:
     assert len(cut_batch(batch, n)) == min(batch, n)
@@ -123,6 +127,7 @@ def test_a_window_bounds_the_micro_batches_whose_activations_are_held(n: int, wi
     assert most == min(n, window)
 
 
+@pytest.mark.slow
 @given(sizes, st.integers(0, 8))
 def test_every_micro_batch_goes_forward_and_backward_once_each_in_order(n: int, window: int) -> None:
     order = device_order(n, window)

@@ -226,6 +226,7 @@ def test_spans_become_chrome_events_with_the_server_first_and_one_track_per_lane
     assert chrome_events(found, origin=10.0) == json.loads(GOLDEN_EVENTS)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.lists(spans, max_size=20))
 def test_every_span_is_one_event_and_a_track_holds_one_lane(found: list[Span]) -> None:

@@ -73,6 +73,7 @@ def test_every_stage_is_listed_once_and_after_all_it_waits_for(n: int) -> None:
         assert set(previous(stage, n)) <= set(order[:place])
 
 
+@pytest.mark.slow
 @given(micro_batches)
 def test_next_is_the_inverse_of_previous(n: int) -> None:
     edges = {(before, stage) for stage in all_stages(n) for before in previous(stage, n)}

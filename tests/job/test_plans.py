@@ -112,6 +112,7 @@ def test_two_split_points_for_a_shared_model_are_refused_in_one_sentence(
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sl", "sfl2"])
 def test_a_shared_models_cut_is_the_best_of_whole_epochs_in_the_virtual_world(method: str) -> None:
     job = make_job(method, {"speed": 0.3}, {"speed": 1.0, "link": "4g"}, samples=60)
@@ -141,6 +142,7 @@ def test_a_fleet_is_planned_with_the_links_that_it_has_now() -> None:
         assert now.by_kind[0].split_point > before.by_kind[0].split_point
 
 
+@pytest.mark.slow
 def test_a_search_may_start_from_the_plans_in_use() -> None:
     job = make_job("pipar", {}, {"speed": 1.0})
     first = search_job_plans(job, job.fleet(), rehearse)

@@ -172,6 +172,7 @@ def test_a_result_without_weights_or_network_says_so(tmp_path: Path) -> None:
 # --- a module of the user's own
 
 
+@pytest.mark.slow
 def test_a_workload_copies_the_module_and_pickles_it_for_other_processes_only() -> None:
     class Local(nn.Sequential):
         pass

@@ -29,6 +29,7 @@ from pipar.storage.epoch_log import EpochLog
 from pipar.wire.messages import EMPTY
 
 
+@pytest.mark.slow
 def test_a_device_follows_its_own_configuration_under_any_orders() -> None:
     target = epsilon_after(4.0, 2, 1e-5) * 1.001
     guard = device_guard(config_from({"privacy": {"noise_multiplier": 4.0, "target_epsilon": target}}), 7)

@@ -175,6 +175,7 @@ def test_evaluation_has_the_same_noise_each_time_and_measurements_have_none() ->
     assert measure_test_accuracy(learner, workload) == measure_test_accuracy(learner, workload)
 
 
+@pytest.mark.slow
 def test_labels_are_drawn_once_for_all_epochs_and_replaced_only_where_they_are_sent() -> None:
     case = Case("pipar", privacy=(("label_epsilon", 1.0),))
     shard = case.workload().shard("phone-a")

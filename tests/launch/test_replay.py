@@ -51,6 +51,7 @@ def same(one: Sequence[float], other: Sequence[float], tolerance: float) -> bool
     return list(one) == pytest.approx(list(other), rel=tolerance, abs=0.0)
 
 
+@pytest.mark.slow
 def test_a_replay_without_limited_links_takes_the_same_seconds(tmp_path: Path) -> None:
     run = record(tmp_path, recorded_job("unlimited"))
     assert same(replayed(run.path), run.seconds, EXACT)

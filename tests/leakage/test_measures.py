@@ -104,6 +104,7 @@ def pictures(count: int, seed: int = 0) -> Tensor:
 def quiet(_: float) -> None: ...
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", [PlainDescent(100, 0.2), Descent(200, 0.05, 0.0)])
 def test_a_descent_recovers_the_input_of_a_layer_that_can_be_inverted(attack: PlainDescent | Descent) -> None:
     turn, _ = torch.linalg.qr(drawn(64, 64))
@@ -170,6 +171,7 @@ def samples() -> Samples:
     return Samples(own[:6], own, pictures(100, seed=1), torch.tensor(0.0), torch.tensor(1.0))
 
 
+@pytest.mark.slow
 def test_all_cuts_are_measured_by_all_attacks_and_the_effort_adds_up() -> None:
     reported: list[tuple[str, float]] = []
     attacks = {"small": PlainDescent(20, 0.1), "decoder": Decoder(100, 2)}
@@ -184,6 +186,7 @@ def test_all_cuts_are_measured_by_all_attacks_and_the_effort_adds_up() -> None:
     assert reported[-1] == ("Attacking P=2: decoder", pytest.approx(1.0))
 
 
+@pytest.mark.slow
 def test_measuring_twice_gives_the_same_result_and_noise_on_the_inputs_hides_them() -> None:
     attacks = {"decoder": Decoder(100, 4)}
     one, same = (measure_cuts(network(), samples(), [1], attacks) for _ in range(2))

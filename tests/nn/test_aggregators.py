@@ -378,6 +378,7 @@ def bring_back(one: TorchLearner, name: str, split_point: int, seed: int) -> Tra
 SPLIT_POINTS = {"a": 1, "b": 2, "c": 3, "d": 1, "e": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AGGREGATORS)
 def test_whole_models_are_aggregated_for_any_cuts_and_any_order_of_arrival(name: str) -> None:
     models = [DeviceModel(device, trained(seed), 10 * seed) for seed, device in enumerate(SPLIT_POINTS, start=1)]

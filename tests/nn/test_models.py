@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -46,11 +47,16 @@ def built_on_meta(name: str, input_shape: tuple[int, int, int], classes: int, no
         return build_model(name, input_shape=input_shape, classes=classes, norm=norm)
 
 
+def large(*case: object) -> ParameterSet:
+    """Return a case of a network with many layers, which take a tenth of a second each time."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def parameter_count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def shape_behind(model: nn.Sequential, layers: int, input_shape: tuple[int, int, int]) -> tuple[int, ...]:
+def shape_after(model: nn.Sequential, layers: int, input_shape: tuple[int, int, int]) -> tuple[int, ...]:
     """Return the shape of one sample after this number of layers."""
     output: Tensor = model[:layers](torch.empty((2, *input_shape), device="meta"))
     return tuple(output.shape[1:])
@@ -67,9 +73,9 @@ def weights(model: nn.Module) -> list[Tensor]:
         ("vgg5", 5),
         ("resnet18", 10),
         ("mobilenetv3_small", 15),
-        ("vgg16", 16),
-        ("resnet101", 35),
-        ("mobilenetv3_large", 19),
+        large("vgg16", 16),
+        large("resnet101", 35),
+        large("mobilenetv3_large", 19),
     ],
 )
 def test_network_has_the_papers_number_of_layers(name: str, layers: int, norm: str) -> None:
@@ -114,22 +120,22 @@ def test_vgg5_parameter_count_is_the_one_counted_by_hand() -> None:
         ("vgg5", 1, MNIST, (32, 14, 14)),
         ("resnet18", 1, CIFAR, (64, 8, 8)),
         ("resnet18", 9, CIFAR, (512,)),
-        ("resnet101", 1, CIFAR, (64, 8, 8)),
-        ("resnet101", 34, CIFAR, (2048,)),
-        ("mobilenetv3_small", 1, CIFAR, (16, 16, 16)),
-        ("mobilenetv3_small", 13, CIFAR, (576,)),
-        ("mobilenetv3_small", 14, CIFAR, (1024,)),
-        ("mobilenetv3_large", 1, CIFAR, (16, 16, 16)),
-        ("mobilenetv3_large", 17, CIFAR, (960,)),
-        ("mobilenetv3_large", 18, CIFAR, (1280,)),
-        ("vgg16", 1, CIFAR, (64, 32, 32)),
-        ("vgg16", 13, (3, 64, 64), (2048,)),
+        large("resnet101", 1, CIFAR, (64, 8, 8)),
+        large("resnet101", 34, CIFAR, (2048,)),
+        large("mobilenetv3_small", 1, CIFAR, (16, 16, 16)),
+        large("mobilenetv3_small", 13, CIFAR, (576,)),
+        large("mobilenetv3_small", 14, CIFAR, (1024,)),
+        large("mobilenetv3_large", 1, CIFAR, (16, 16, 16)),
+        large("mobilenetv3_large", 17, CIFAR, (960,)),
+        large("mobilenetv3_large", 18, CIFAR, (1280,)),
+        large("vgg16", 1, CIFAR, (64, 32, 32)),
+        large("vgg16", 13, (3, 64, 64), (2048,)),
     ],
 )
 def test_cut_has_the_expected_shape(
     name: str, split_point: int, input_shape: tuple[int, int, int], cut: tuple[int, ...]
 ) -> None:
-    assert shape_behind(on_meta(name, input_shape), split_point, input_shape) == cut
+    assert shape_after(on_meta(name, input_shape), split_point, input_shape) == cut
 
 
 def test_vgg5_sends_32_kib_per_sample_after_the_first_layer() -> None:

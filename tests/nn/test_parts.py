@@ -93,6 +93,7 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         assert (found[name] - tensor).abs().max().item() <= tolerance * largest, name
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, LAYERS - 1), st.lists(st.integers(1, 7), min_size=1, max_size=5))
 def test_uneven_micro_batches_accumulate_to_the_gradient_of_the_whole_batch(split_point: int, sizes: list[int]) -> None:

@@ -92,6 +92,7 @@ def test_no_weight_before_a_rectified_cut_sees_the_gradient_at_a_zero(name: str,
         inputs = layer(inputs).detach()
 
 
+@pytest.mark.slow
 def test_a_whole_part_has_the_same_gradients_without_those_at_zeros() -> None:
     part, _ = split_model(build_model("resnet18", input_shape=CIFAR, classes=10), 3)
     assert same_without_gradient_at_zeros(part, torch.randn((2, *CIFAR), generator=torch.Generator().manual_seed(1)))

@@ -146,6 +146,7 @@ def test_statistics_far_above_those_of_the_round_refuse_the_step(factor: float) 
     assert same(everything(part), before)
 
 
+@pytest.mark.slow
 def test_statistics_cannot_be_raised_slowly_by_one_device() -> None:
     part, scale, counted = shared_part(), 1.0, dict.fromkeys("abc", 0)
     for _ in range(40):

@@ -43,6 +43,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.dtype, one.shape) == (other.dtype, other.shape) and one.numpy().tobytes() == other.numpy().tobytes()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 2**31))
 def test_a_tensor_and_its_labels_are_restored_bit_for_bit(dtype: torch.dtype, shape: list[int], seed: int) -> None:
@@ -225,6 +226,7 @@ def test_a_model_without_tensors_can_be_sent() -> None:
     assert read_state(state_body({})) == {}
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_a_damaged_model_is_tensors_or_a_protocol_error(data: st.DataObject) -> None:

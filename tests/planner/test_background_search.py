@@ -27,12 +27,14 @@ from reproduction.plan_scores import learned_plans
 SLOW, FAST = Link(up_bps=1e6, down_bps=1e6), Link(up_bps=100e6, down_bps=100e6)
 
 
+@pytest.mark.slow
 def test_current_plans_stay_if_others_gain_little() -> None:
     here = fleet()
     best = search_again(here, plans(here, Plan(1, 1)))
     assert search_again(here, best) == best
 
 
+@pytest.mark.slow
 def test_layers_move_only_if_links_stay_stable_for_long_enough_to_pay_for_it() -> None:
     here = fleet()
     start = plans(here, Plan(1, 1))

@@ -82,6 +82,7 @@ def test_one_measured_size_is_all_proportion(samples: int, seconds: float) -> No
     assert interpolate((10,), (5.0,), samples) == seconds
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(1e-6, 10), min_size=4, max_size=4), st.integers(1, 300))
 def test_a_time_is_always_positive_and_never_far_from_a_measured_one(times: list[float], samples: int) -> None:
     time_s = interpolate((3, 6, 25, 100), tuple(times), samples)
@@ -135,6 +136,7 @@ def test_the_same_work_costs_the_same_and_other_work_does_not() -> None:
         assert costs.seconds(other) != costs.seconds(work)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 3), st.integers(1, 150))
 def test_two_halves_of_the_layers_cost_as_much_as_the_whole(cut: int, samples: int) -> None:
     costs = Costs(PROFILE)

@@ -343,6 +343,7 @@ def test_a_slower_server_with_contention_is_expected_to_take_as_long_as_it_did()
     )
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10_000), p=st.integers(1, 3), n=st.integers(1, 12))
 @settings(max_examples=40, deadline=None)
 def test_shares_sum_to_all_of_the_work(seed: int, p: int, n: int) -> None:

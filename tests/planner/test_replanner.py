@@ -335,6 +335,7 @@ def test_a_link_that_does_not_change_is_not_noticed(link: object) -> None:
     assert watched.made == []
 
 
+@pytest.mark.slow
 def test_a_search_that_fails_does_not_end_the_training() -> None:
     async def replan(_: Mapping[str, Link]) -> Mapping[str, Plan]:
         raise PlanError("nothing fits")

@@ -420,6 +420,7 @@ def test_a_fleet_of_one_kind_is_planned_once_for_any_size(
     assert len(set(asked)) == 1
 
 
+@pytest.mark.slow
 def test_the_same_fleet_gets_the_same_plans_again() -> None:
     assert search_kinds(small_fleet(7), simulate) == search_kinds(small_fleet(7), simulate)
 

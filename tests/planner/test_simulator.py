@@ -213,6 +213,7 @@ def test_a_simulation_of_a_private_training_is_the_timing_of_a_run(method: str, 
         assert simulate(job.fleet(), job.plans).epoch_s > simulate(plain.fleet(), plain.plans).epoch_s
 
 
+@pytest.mark.slow
 def test_clipping_and_noise_are_counted_where_a_device_is_expected_to_compute() -> None:
     job = private_job(random_job(1), "pipar", CLASSIC)
     ran, (devices, _) = run(job), compute_seconds(job.fleet(), job.plans)
@@ -425,6 +426,7 @@ def blocks(spans: list[Span], device: str) -> list[tuple[object, ...]]:
     return sorted(found, key=lambda block: block[:4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_a_timeline_has_the_spans_of_a_run(seed: int) -> None:
     job = random_job(seed)

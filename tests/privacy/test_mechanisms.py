@@ -77,6 +77,7 @@ def test_a_server_that_sends_huge_weights_sees_no_larger_update_for_it() -> None
     assert 0.3 < (moved > 0).mean() < 0.7
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.floats(0, 1e150), st.floats(1e-9, 1e9))
 def test_no_norm_exceeds_the_clip_after_it_is_scaled(norm: float, clip: float) -> None:
@@ -159,6 +160,7 @@ def test_labels_are_true_with_the_probability_of_epsilon_and_all_others_equally_
     assert stats.chisquare(np.bincount(told, minlength=classes), expected * count).pvalue > 0.001
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.integers(2, 1000), st.floats(0.001, 50))
 def test_no_answer_is_more_than_e_to_the_epsilon_times_as_likely_as_with_another_label(k: int, epsilon: float) -> None:

@@ -200,6 +200,7 @@ def test_threads_and_random_numbers_are_restored() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_threads_are_restored_even_if_the_network_fails() -> None:
     threads = torch.get_num_threads()
     with pytest.raises(RuntimeError):
@@ -207,6 +208,7 @@ def test_threads_are_restored_even_if_the_network_fails() -> None:
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.slow
 def test_layers_before_the_first_parameters_have_no_backward() -> None:
     profile = measure(nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Linear(192, 8), nn.Identity(), nn.Linear(8, 5)))
     assert [layer.backward_s for layer in profile.layers[:2]] == [(0.0,) * 4] * 2
@@ -214,6 +216,7 @@ def test_layers_before_the_first_parameters_have_no_backward() -> None:
     assert [layer.parameter_bytes for layer in profile.layers[:2]] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_network_of_one_layer_is_measured_with_its_loss() -> None:
     profile = measure(nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(192, 5))))
     assert min(profile.layers[0].forward_s + profile.layers[0].backward_s) > 0

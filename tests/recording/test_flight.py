@@ -118,6 +118,7 @@ def test_malformed_records_are_refused(
     assert words in refusal(changed(run, place, change, tmp_path))
 
 
+@pytest.mark.slow
 def test_malformed_rounds_are_refused(run: Recorded, tmp_path: Path) -> None:
     records, _ = read_records(run.path)
     place = next(number for number, one in enumerate(records) if one["is"] == "round")

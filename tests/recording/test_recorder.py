@@ -115,6 +115,7 @@ def test_events_are_recorded_without_texts_that_may_name_addresses_and_paths(
     assert sentence.partition("; ")[0].endswith(f": {about.get('reason', _LEFT_OUT['reason'])}")
 
 
+@pytest.mark.slow
 def test_each_start_has_its_own_file(tmp_path: Path) -> None:
     one, _ = (record(tmp_path, recorded_job(epochs=1)) for _ in range(2))
     assert sorted(path.name for path in tmp_path.glob("flight*")) == ["flight-2.jsonl.zst", "flight.jsonl.zst"]

@@ -15,6 +15,7 @@ from pipar.recording.series import Series
 TIMES = st.lists(st.floats(min_value=1e-6, max_value=1e3), min_size=1, max_size=60)
 
 
+@pytest.mark.slow
 @given(TIMES)
 def test_the_mean_survives_and_the_series_reads_back(times: list[float]) -> None:
     series = Series.of(times)
@@ -24,6 +25,7 @@ def test_the_mean_survives_and_the_series_reads_back(times: list[float]) -> None
     assert total == pytest.approx(math.fsum(times), rel=1e-4)
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(min_value=0.5, max_value=2.0), min_size=1, max_size=16))
 def test_up_to_sixteen_times_are_kept_one_by_one(times: list[float]) -> None:
     series = Series.of(times)

@@ -164,6 +164,7 @@ def test_the_content_is_json_and_complete_for_each_run(runs: dict[str, Path]) ->
     assert "fl" not in fl["speedups"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traffic", [None, {}, [1, 2], {"device-1": 7}, {"device-1": [1]}, {"device-1": ["a", "b"]}])
 def test_a_result_without_bytes_of_devices_is_shown_without_them(runs: dict[str, Path], traffic: object) -> None:
     record = RunRecord.read(runs["pipar"])
@@ -172,6 +173,7 @@ def test_a_result_without_bytes_of_devices_is_shown_without_them(runs: dict[str,
     assert {(row["bytes_up"], row["bytes_down"]) for row in run["devices"]["rows"]} == {(None, None)}
 
 
+@pytest.mark.slow
 def test_compared_runs_show_the_same_iteration_of_the_same_device(runs: dict[str, Path]) -> None:
     page = content([RunRecord.read(runs[name]) for name in ("sfl", "pipar")])
     first, second = (run["timeline"]["iteration"] for run in page["runs"])
@@ -179,6 +181,7 @@ def test_compared_runs_show_the_same_iteration_of_the_same_device(runs: dict[str
     assert len({lane["owner"] for lane in second["lanes"]} - {"server"}) == 2
 
 
+@pytest.mark.slow
 def test_a_shortened_run_shows_the_same_iteration_as_those_it_is_compared_with(runs: dict[str, Path]) -> None:
     sfl, pipar = (RunRecord.read(runs[name]) for name in ("sfl", "pipar"))
     last = max(span.iteration for span in sfl.spans)
@@ -187,12 +190,14 @@ def test_a_shortened_run_shows_the_same_iteration_as_those_it_is_compared_with(r
     assert both[0]["iteration"]["iteration"] == both[1]["iteration"]["iteration"] > alone["iteration"]["iteration"]
 
 
+@pytest.mark.slow
 def test_runs_of_the_same_method_are_named_by_their_folders(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["pipar"])
     page = content([record, replace(record, folder="elsewhere/other")])
     assert [run["name"] for run in page["runs"]] == ["vgg5-digits-pipar", "other"]
 
 
+@pytest.mark.slow
 def test_speed_ups_need_runs_that_differ_only_in_their_methods(runs: dict[str, Path]) -> None:
     fl, pipar = (RunRecord.read(runs[name]) for name in ("fl", "pipar"))
 
@@ -208,6 +213,7 @@ def test_speed_ups_need_runs_that_differ_only_in_their_methods(runs: dict[str, P
     assert speedups(replace(fl, config={})).keys() == {"fl"}, "what is not known is not held against it"
 
 
+@pytest.mark.slow
 def test_devices_with_their_own_plans_are_described_as_one_group(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["pipar"])
     (group,) = record.config["devices"]
@@ -218,6 +224,7 @@ def test_devices_with_their_own_plans_are_described_as_one_group(runs: dict[str,
     assert content([other])["runs"][0]["setting"].startswith("pi-7: 1 device")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "machine"),
     [
@@ -234,6 +241,7 @@ def test_a_devices_machine_is_described_in_words(runs: dict[str, Path], given: d
     assert {row["machine"] for row in run["devices"]["rows"]} == {machine}
 
 
+@pytest.mark.slow
 def test_the_plans_are_those_of_the_displayed_epoch(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["pipar"])  # its second epoch is shown
 
@@ -280,6 +288,7 @@ def _own(spans: Any) -> list[Span]:
     return [span for span in spans if span.owner == "device-1"]
 
 
+@pytest.mark.slow
 def test_a_run_that_has_not_finished_an_epoch_has_a_page(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["pipar"])
     bare = RunRecord({"method": "pipar", "model": "vgg5", "dataset": "digits"}, running=True)
@@ -291,6 +300,7 @@ def test_a_run_that_has_not_finished_an_epoch_has_a_page(runs: dict[str, Path]) 
         assert page["runs"][0]["timeline"]["iteration"] is None
 
 
+@pytest.mark.slow
 def test_nan_and_infinities_are_null(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["pipar"])
     epochs = [{**record.result["epochs"][0], "train_loss": float("inf"), "seconds": float("nan")}]
@@ -298,6 +308,7 @@ def test_nan_and_infinities_are_null(runs: dict[str, Path]) -> None:
     assert json.loads(json.dumps(page, allow_nan=False))["runs"][0]["epochs"][0]["train_loss"] is None
 
 
+@pytest.mark.slow
 def test_a_private_run_has_its_epsilon_also_during_the_run(runs: dict[str, Path]) -> None:
     record = RunRecord.read(runs["fl"])
     assert content([record])["runs"][0]["epsilon"] is None

@@ -136,6 +136,7 @@ def test_an_iteration_begins_after_the_previous_optimiser_step() -> None:
     assert middle_iteration(steps, "a", 1, like=4) == Window("a", 1, 4, 3.5, 4.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fl", "sl", "sfl", "pipar"])
 @pytest.mark.parametrize("whole", [False, True], ids=["iteration", "epoch"])
 def test_in_the_virtual_world_the_path_has_no_gap_except_the_links_latency(

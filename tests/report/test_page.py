@@ -42,6 +42,7 @@ def comparison(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     return write_comparison(list(runs.values()), path).read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_a_page_of_four_runs_is_small_and_loads_nothing(comparison: str) -> None:
     assert len(comparison.encode()) < MOST_BYTES
     page = Page(comparison)
@@ -52,6 +53,7 @@ def test_a_page_of_four_runs_is_small_and_loads_nothing(comparison: str) -> None
     assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|EventSource|sendBeacon|importScripts", page.scripts[-1])
 
 
+@pytest.mark.slow
 def test_the_page_has_no_inline_handlers_and_its_headings_are_in_order(comparison: str) -> None:
     page = Page(comparison)
     assert [name for _, attrs in page.tags for name in attrs if name.startswith("on")] == []
@@ -60,11 +62,13 @@ def test_the_page_has_no_inline_handlers_and_its_headings_are_in_order(compariso
     assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
+@pytest.mark.slow
 def test_the_content_in_the_page_is_the_content(comparison: str, runs: dict[str, Path]) -> None:
     (data,) = [text for text in Page(comparison).scripts if text.startswith("{")]
     assert json.loads(data) == content([RunRecord.read(folder) for folder in runs.values()])
 
 
+@pytest.mark.slow
 def test_no_name_can_end_the_script_or_the_title(runs: dict[str, Path]) -> None:
     page = content([RunRecord.read(runs["pipar"])])
     page["title"] = "</title></script><script>alert(1)</script><!--"

@@ -19,6 +19,7 @@ def folder(runs: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs["pipar"], tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_spans_are_read_back_unchanged(folder: Path) -> None:
     spans = [
         Span("device-1", "compute", "fc", 1, 2, 3, 1.25, 2.5),
@@ -30,16 +31,19 @@ def test_spans_are_read_back_unchanged(folder: Path) -> None:
     assert sorted(RunRecord.read(folder).spans, key=lambda span: span.start) == spans
 
 
+@pytest.mark.slow
 def test_only_the_displayed_epoch_is_kept(folder: Path) -> None:
     assert {span.epoch for span in RunRecord.read(folder).spans} == {2}
     assert (shown_epoch([1]), shown_epoch([1, 2, 3]), shown_epoch([7, 8, 9]), shown_epoch([])) == (1, 2, 8, None)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_trace_has_no_spans(folder: Path) -> None:
     (folder / "trace.json").unlink()
     assert RunRecord.read(folder).spans == []
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_is_read_from_its_lines(folder: Path) -> None:
     for name in ("result.json", "trace.json", "outlook.json", "report.html"):
         (folder / name).unlink()
@@ -101,6 +105,7 @@ def _foreign_trace(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_of_a_long_trace_only_the_epoch_that_is_shown_is_kept(folder: Path) -> None:
     trace = TraceFile(folder / "trace.json")
     for epoch in range(1, 51):
@@ -121,6 +126,7 @@ def _broken_outlook(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [

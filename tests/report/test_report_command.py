@@ -48,12 +48,14 @@ def test_the_last_line_of_a_run_or_comparison_is_the_path_of_its_page(
     assert Path(printed["report"]).exists()
 
 
+@pytest.mark.slow
 def test_report_rewrites_the_page_of_a_run(folder: Path) -> None:
     (folder / "report.html").unlink()
     assert invoke(["report", str(folder)]).stdout.strip() == f"{folder}/report.html"
     assert (folder / "report.html").stat().st_size > 1_000_000
 
 
+@pytest.mark.slow
 def test_several_runs_are_written_as_one_page_to_the_given_file(runs: dict[str, Path], tmp_path: Path) -> None:
     page = tmp_path / "both.html"
     done = invoke(["report", str(runs["fl"]), str(runs["pipar"]), "--output", str(page), "--json"])
@@ -61,6 +63,7 @@ def test_several_runs_are_written_as_one_page_to_the_given_file(runs: dict[str, 
     assert "vgg5 on digits: fl, pipar" in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_run_or_an_unwritable_output_is_one_sentence(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

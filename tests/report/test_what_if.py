@@ -54,6 +54,7 @@ def test_a_given_plan_is_compared_with_the_plan_that_would_be_chosen() -> None:
     assert min(one["epoch_s"] for one in found["split_points"]) < found["epoch_s"] * 0.9
 
 
+@pytest.mark.slow
 def test_other_methods_are_predicted_as_they_train(runs: dict[str, Path]) -> None:
     found = json.loads((runs["pipar"] / "outlook.json").read_text())["methods"]
     assert found.keys() == {"fl", "sfl"}
@@ -63,6 +64,7 @@ def test_other_methods_are_predicted_as_they_train(runs: dict[str, Path]) -> Non
     assert json.loads((runs["fl"] / "outlook.json").read_text())["methods"].keys() == {"sfl"}
 
 
+@pytest.mark.slow
 def test_methods_with_a_shared_server_model_have_a_note_instead_of_predictions() -> None:
     found = what_if(job('run.method="sl"'))
     assert "sl" in found["note"]
@@ -112,6 +114,7 @@ def test_ten_thousand_devices_with_much_data_take_seconds() -> None:
     assert time.process_time() - started < 6.0  # about 2 of patience, and one question more
 
 
+@pytest.mark.slow
 def test_predictions_are_written_at_the_end_of_a_run(runs: dict[str, Path]) -> None:
     written: dict[str, Any] = json.loads((runs["pipar"] / "outlook.json").read_text())
     assert written["changes"]

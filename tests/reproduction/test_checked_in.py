@@ -87,6 +87,7 @@ def test_a_line_outside_without_a_reason_or_a_slower_pipar_fails_the_claim(run: 
     assert [claim.value for claim in broken] == [2, 1]
 
 
+@pytest.mark.slow
 def test_every_checked_in_number_has_its_cell() -> None:
     assert reproduction.missing() == []
 

@@ -22,6 +22,8 @@ METHODS = ("fl", "sfl", "pipar")
 Rows = list[dict[str, Any]]
 HALF = "FL/2: half of the time of FL"
 
+pytestmark = pytest.mark.slow  # matplotlib takes a second to import
+
 
 @pytest.fixture(autouse=True)
 def _matplotlib() -> Iterator[None]:

@@ -51,6 +51,7 @@ def _instead(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> Runs:
     return runs
 
 
+@pytest.mark.slow
 def test_cells_in_the_folder_are_read_and_the_others_are_run(runs: Runs, tmp_path: Path) -> None:
     first = list(sweep(cells(1, 2), tmp_path))
     second = list(sweep(cells(1, 2, 3), tmp_path))
@@ -82,6 +83,7 @@ def test_the_duration_of_a_cell_is_kept_with_it(runs: Runs, tmp_path: Path) -> N
 DAMAGED = ["", "{cut", "[]", '{"hash": "HASH", "config": {}, "result": 3}', '{"hash": "HASH", "result": {}}', "\xff"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", DAMAGED)
 def test_a_damaged_line_is_run_again_and_the_others_are_not(damaged: str, runs: Runs, tmp_path: Path) -> None:
     list(sweep(cells(1, 2, 3), tmp_path))
@@ -93,6 +95,7 @@ def test_a_damaged_line_is_run_again_and_the_others_are_not(damaged: str, runs: 
     assert runs.seeds == [1, 2, 3, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("torn", [1, 40, -1])
 def test_a_last_line_that_a_crash_truncated_does_not_damage_later_lines(torn: int, runs: Runs, tmp_path: Path) -> None:
     list(sweep(cells(1), tmp_path))
@@ -134,6 +137,7 @@ def test_two_cells_with_one_configuration_are_run_once(runs: Runs, tmp_path: Pat
     assert found[1].row["called"] == "otherwise"
 
 
+@pytest.mark.slow
 def test_an_interruption_keeps_finished_cells_and_the_next_sweep_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

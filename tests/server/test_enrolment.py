@@ -93,6 +93,7 @@ def test_a_resumed_training_uses_the_encodings_that_are_configured_now(method: s
         assert {*plans.values(), joined} == {Plan(2, 1, 0, expected, expected)}
 
 
+@pytest.mark.slow
 def test_devices_on_real_links_keep_the_base_of_changes_because_a_link_may_turn_out_slow() -> None:
     unknown = begun(opened(Link()), "a")["a"]
     assert unknown.keeps_base

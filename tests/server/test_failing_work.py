@@ -156,6 +156,7 @@ def test_a_hello_whose_reading_fails_is_refused_and_the_others_train(monkeypatch
     assert "OverflowError: int too large" in str(outcome.lives[1])
 
 
+@pytest.mark.slow
 def test_a_returned_model_whose_reading_fails_excludes_only_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     real = TorchLearner._device_state
 

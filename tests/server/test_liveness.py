@@ -94,6 +94,7 @@ def test_a_slow_device_is_not_reported_silent_repeatedly(method: str) -> None:
         assert len([event for _, event in seen if isinstance(event, Silent) and event.device == name]) <= 2, seen
 
 
+@pytest.mark.slow
 def test_an_outage_is_not_taken_for_the_devices_habit() -> None:
     seen: Seen = []
     train([cut_off("a", 10.0, 25.0, 30.0, 45.0), honest("b", 200, speed=10.0), watched(seen)])
@@ -101,6 +102,7 @@ def test_an_outage_is_not_taken_for_the_devices_habit() -> None:
     assert 30.0 < silent[1] < 35.0, seen
 
 
+@pytest.mark.slow
 def test_a_device_that_waits_for_the_others_is_not_silent() -> None:
     seen: Seen = []
     outcome = train([honest("a", 20, speed=10.0), honest("b", 200, speed=1.0), watched(seen)], epochs=2)

@@ -326,6 +326,7 @@ def test_links_may_be_lost_repeatedly_with_every_method(method: str) -> None:
     assert outcome.left_running == 0
 
 
+@pytest.mark.slow
 def test_a_device_resumes_where_it_was_when_its_link_is_back(undisturbed: Outcome) -> None:
     for cut in (5, 9, 17):
         outcome = train([honest("a"), roaming("b", cut, loss=Loss.FRAMES)], epochs=3, resume_window_s=30.0)
@@ -333,6 +334,7 @@ def test_a_device_resumes_where_it_was_when_its_link_is_back(undisturbed: Outcom
         assert [event.device for event in (*outcome.of(Away), *outcome.of(Back))] == ["b", "b"]
 
 
+@pytest.mark.slow
 def test_a_device_whose_link_is_lost_with_the_last_message_gets_it_again(undisturbed: Outcome) -> None:
     for cut in range(undisturbed.carried[1] - 4, undisturbed.carried[1] + 1):
         outcome = train([honest("a"), roaming("b", cut, loss=Loss.FRAMES)], epochs=3, resume_window_s=30.0)
@@ -553,6 +555,7 @@ def every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replanner, "NOTICED", -1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("every_round")
 @pytest.mark.parametrize("keep", [True, False])
 def test_new_plans_are_adopted_with_a_device_lost_or_late(keep: bool) -> None:

@@ -48,6 +48,7 @@ def test_a_device_that_never_answers_is_excluded_by_the_forecast() -> None:
     assert outcome.left_running == 0
 
 
+@pytest.mark.slow
 def test_a_device_that_never_answers_costs_less_in_every_round() -> None:
     began: list[float] = []
 
@@ -94,6 +95,7 @@ def test_a_device_that_never_answers_does_not_keep_a_shared_model(method: str) -
     assert {event.device for event in outcome.of(Dropped)} == {"b"}
 
 
+@pytest.mark.slow
 def test_a_device_that_shows_life_but_no_progress_is_excluded() -> None:
     async def hung(channel: Channel) -> None:
         channel.post(hello("b"))

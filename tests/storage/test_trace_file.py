@@ -122,6 +122,7 @@ def test_a_trace_can_be_encoded_and_written_by_a_thread(tmp_path: Path, monkeypa
 RESULT = EpochResult(1, 10.0, 40, 1.5, None, None, 100, 200, 1.0, 2.0, 5.0, 0.5, 0.25, {"device": 0.5})
 
 
+@pytest.mark.slow
 def test_a_run_holds_no_spans_of_the_epochs_that_are_over(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, job(), world="virtual", command="pipar run")
     emit = folder.epoch_recorder(lambda _: None)

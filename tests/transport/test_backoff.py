@@ -43,6 +43,7 @@ def test_attempts_count_from_one() -> None:
     assert [pause.attempt for pause in islice(Backoff(lambda: 0.5, Watch()).pauses(), 3)] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_pauses_of_many_devices_fill_the_whole_range_evenly() -> None:
     names = [f"pi-{number}" for number in range(1000)]
     devices = [list(islice(Backoff.of_device(0, name, Watch()).pauses(), 10)) for name in names]

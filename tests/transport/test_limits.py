@@ -239,6 +239,7 @@ def test_an_allowance_can_be_used_in_one_burst_and_refills_over_time() -> None:
     assert [allowance.take(1000.0) for _ in range(4)] == [True, True, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pi-1", "pi-2", "phone"])
 def test_a_device_whose_link_always_breaks_never_connects_too_often(name: str) -> None:
     """Two hours: each connection is lost as soon as it is made, and the next attempt is the first of a backoff."""

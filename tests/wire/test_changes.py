@@ -192,6 +192,7 @@ def test_a_truncated_or_extended_payload_is_refused() -> None:
         assert outcome(good + extra) is not None
 
 
+@pytest.mark.slow
 def test_damaged_payloads_are_models_or_protocol_errors() -> None:
     chance, results, good = random.Random(3), Counter[bool](), sent(MODEL, BASE)
     for _ in range(1500):
@@ -203,6 +204,7 @@ def test_damaged_payloads_are_models_or_protocol_errors() -> None:
     assert min(results[True], results[False]) > 100
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=120))
 def test_any_bytes_are_a_model_or_a_protocol_error(data: bytes) -> None:

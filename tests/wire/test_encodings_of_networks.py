@@ -29,6 +29,7 @@ def sent(tensor: NDArray[Any], encoding: str, kept: NDArray[np.bool_] | None = N
     return out.reshape(tensor.shape), size / tensor.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("network", "encoding", "most"),

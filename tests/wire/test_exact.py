@@ -126,6 +126,7 @@ def test_threads_do_not_share_a_coder() -> None:
 # ---- chunks ----
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=4), st.sampled_from([4, 8]))
 def test_chunks_are_whole_samples_of_the_tensor_or_whole_rows(dimensions: list[int], item_bytes: int) -> None:
@@ -156,6 +157,7 @@ def test_known_shapes_have_these_chunks(shape: tuple[int, ...], sizes: list[int]
     assert chunk_sizes(shape, 4) == sizes
 
 
+@pytest.mark.slow
 def test_cutting_a_tensor_of_terabytes_takes_time_in_proportion_to_its_chunks() -> None:
     sizes = chunk_sizes((2**20, 2**10, 16, 16), 4)
     assert len(sizes) == 2**22

@@ -89,6 +89,7 @@ def test_damaged_payloads_are_tensors_or_protocol_errors(encoding: str) -> None:
     assert results[True]  # damage is not always detected: any mantissa is valid
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(ENCODINGS), st.binary(max_size=120), st.integers(0, 30), st.booleans())
 def test_any_bytes_are_a_tensor_or_a_protocol_error(encoding: str, data: bytes, count: int, known: bool) -> None:
