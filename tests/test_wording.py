@@ -1,4 +1,4 @@
-"""The text about a run's privacy in tables and pages."""
+"""The texts about a run's privacy and equivalence in tables and pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from pipar.config_file import config_from
 from pipar.errors import ConfigError
-from pipar.wording import privacy_text
+from pipar.wording import equivalence_text, privacy_text
 
 
 def spent(*of: tuple[int, float]) -> dict[str, Any]:
@@ -51,3 +51,18 @@ def test_an_error_about_two_keys_of_a_section_begins_with_one_of_them(tree: dict
     with pytest.raises(ConfigError) as raised:
         config_from(tree)
     assert str(raised.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ({"equivalence": "exact", "equivalence_reasons": []}, "exact"),
+        ({"equivalence": "statistical", "equivalence_reasons": ["dropout"]}, "statistical: dropout"),
+        ({"equivalence": "statistical", "equivalence_reasons": ["a b", "c"]}, "statistical: a b, c"),
+        ({"equivalence": "statistical"}, "statistical"),  # of an earlier version
+        ({"equivalence": "lossy"}, "statistical: lossy encoding"),
+        ({}, None),  # of a run without a result yet
+    ],
+)
+def test_the_equivalence_is_named_with_its_reasons(result: dict[str, Any], text: str | None) -> None:
+    assert equivalence_text(result) == text

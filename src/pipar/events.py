@@ -96,6 +96,7 @@ class Started:
     world: str = "real"
     is_private: bool = False  # updates have noise
     leakage: str = ""  # which cuts privacy.max_leakage rules out, in words
+    equivalence_reasons: tuple[str, ...] = ()  # why the weights will not be exact; see pipar.job.equivalence
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,14 @@ class RoundOver:
         default_factory=dict
     )  # of devices that do not count but have trained a shared model (sfl2)
     epsilon: dict[str, float] = field(default_factory=dict)  # by device, so far, if updates have noise
+
+
+@dataclass(frozen=True)
+class EquivalenceChanged:
+    """The plans or the devices of a round have changed why the weights are not exact; without reasons, they are."""
+
+    epoch: int
+    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -417,6 +426,7 @@ Event = (
     | Waiting
     | TimeoutsChosen
     | RoundOver
+    | EquivalenceChanged
     | BegunAnew
     | BudgetSpent
     | Dropped

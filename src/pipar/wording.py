@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pipar.config import Config, DeviceSection
@@ -67,6 +67,19 @@ def privacy_text(result: Mapping[str, Any], config: Config | None, between: str 
     if privacy and privacy.label_epsilon is not None:
         said.append(f"labels: randomised response with epsilon {privacy.label_epsilon:g} where they leave a device")
     return between.join(said) or None
+
+
+def equivalence(reasons: Collection[str]) -> str:
+    """Return how weights compare to those of plain training: "exact", or "statistical" if there are reasons."""
+    return "statistical" if reasons else "exact"
+
+
+def equivalence_text(result: Mapping[str, Any]) -> str | None:
+    """Return the equivalence of a run with its reasons: "statistical: dropout, noise on updates"; None if unknown."""
+    said, reasons = result.get("equivalence"), result.get("equivalence_reasons") or []
+    if said == "lossy":  # in a result of an earlier version
+        said, reasons = "statistical", ["lossy encoding"]
+    return f"{said}: {', '.join(map(str, reasons))}" if reasons else said
 
 
 def ruled_out_text(most: float, ruled_out: Mapping[int, float]) -> str:

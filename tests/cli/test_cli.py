@@ -277,6 +277,20 @@ def test_a_comparison_of_private_trainings_has_their_epsilon_within_80_columns(t
     ]
 
 
+def test_a_comparison_names_the_methods_whose_weights_are_not_exact(tmp_path: Path) -> None:
+    plans = [{"split_point": 2, "micro_batches": 11}]
+    results = {method: _result(tmp_path, method, plans, 12.5) for method in ("fl", "sfl", "pipar")}
+    content = {**results["pipar"].content, "equivalence": "statistical"}
+    content["equivalence_reasons"] = ["batch statistics", "dropout"]
+    console = Console(width=80, file=io.StringIO(), color_system=None)
+    console.print(comparison_table({**results, "pipar": Result(tmp_path, content)}, Config()))
+    console.print(result_table(Result(tmp_path, content), Config()))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "\nfl, sfl: weights are exact\npipar: weights are statistical: batch statistics, dropout\n" in text
+    assert "equivalence statistical: batch statistics, dropout" in " ".join(text.split())
+
+
 @pytest.mark.slow
 def test_compare_without_fl_is_relative_to_the_first_method(pipar: Pipar) -> None:
     assert "vs sfl" in pipar("compare", "--timing-only", "--methods", "sfl,pipar", *SMALL)

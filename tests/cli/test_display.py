@@ -17,6 +17,7 @@ from pipar.config_file import config_from
 from pipar.events import (
     BudgetSpent,
     EpochResult,
+    EquivalenceChanged,
     Event,
     Joined,
     Preparing,
@@ -188,6 +189,15 @@ def test_new_plans_have_a_line() -> None:
         "New plans from epoch 2 on: P=1 N=9 1f1b(4) (device-1 up from 10 to 4.2 Mbit/s)",
         "New plans could not be chosen: no.",
     ]
+
+
+def test_reasons_why_weights_are_not_exact_have_a_line() -> None:
+    private = replace(STARTED, equivalence_reasons=("noise on updates",))
+    changed = EquivalenceChanged(1, ("batch statistics", "noise on updates"))
+    shown = _shown(*RUN[:1], private, *RUN[2:], changed, terminal=False)
+    assert "\nweights are statistical: noise on updates\n" in shown
+    assert "\nAfter epoch 1, weights are statistical: batch statistics, noise on updates\n" in shown
+    assert "weights are" not in _shown(*RUN, terminal=False)
 
 
 def test_new_plans_are_shown_below_the_last_epoch_of_the_old_ones() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pipar.config_file import config_from, dump_config
 from pipar.dashboard.history import History
-from pipar.events import EpochResult, Joined, Pictured, Replanned, Started
+from pipar.events import EpochResult, EquivalenceChanged, Joined, Pictured, Replanned, Started
 from pipar.execution.spans import Span
 
 CONFIG = config_from(
@@ -130,3 +130,11 @@ def test_finished_runs_are_read_from_their_files(run: Started, tmp_path: Path) -
     assert content is not None
     assert not content["running"]
     assert content["runs"][0]["test_accuracy"] == 0.75
+
+
+def test_the_equivalence_of_the_current_run_follows_its_rounds(run: Started) -> None:
+    assert shown(run)["runs"][0]["equivalence"] == "exact"
+    private = replace(run, equivalence_reasons=("noise on updates",))
+    assert shown(private)["runs"][0]["equivalence"] == "statistical: noise on updates"
+    changed = EquivalenceChanged(2, ("batch statistics", "noise on updates"))
+    assert shown(private, changed)["runs"][0]["equivalence"] == "statistical: batch statistics, noise on updates"

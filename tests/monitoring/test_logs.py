@@ -23,6 +23,7 @@ from pipar.events import (
     Connecting,
     Dropped,
     EpochResult,
+    EquivalenceChanged,
     Event,
     Expiring,
     Failed,
@@ -153,6 +154,10 @@ SAID: list[tuple[Event, str]] = [
         EPOCH,
         "result of round 7: 412.3 s, loss 1.234, validation loss 1.500, accuracy 62.5%, 2 devices, 12.0 MB up, "
         "3.4 KB down",
+    ),
+    (
+        EquivalenceChanged(7, ("batch statistics", "dropout")),
+        "after round 7, the weights are statistical: batch statistics, dropout",
     ),
     (Saved(7, "runs/x/checkpoint"), "round 7 saved in runs/x/checkpoint"),
     (SaveFailed(7, "no space left on device"), "error: round 7 could not be saved: no space left on device"),

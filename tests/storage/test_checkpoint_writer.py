@@ -49,6 +49,7 @@ class Folder:
         self.epochs = EpochLog()
         self.round_log: list[Any] = []
         self.partly: dict[int, Any] = {}
+        self.equivalence_reasons: tuple[str, ...] = ()
         self.models = 0
         self._disk = disk
 

@@ -245,6 +245,7 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
         "dataset": "digits",
         "world": "virtual",
         "equivalence": "exact",
+        "equivalence_reasons": [],
         "seed": 7,
         "plans": [
             {"device": "pi-1", "split_point": 1, "micro_batches": 2, "window": 0, "up": "raw", "down": "raw"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +19,7 @@ from pipar.errors import one_line
 from pipar.events import (
     BudgetSpent,
     EpochResult,
+    EquivalenceChanged,
     Event,
     Joined,
     NotKept,
@@ -35,7 +36,7 @@ from pipar.events import (
 from pipar.methods import METHODS, Plan
 from pipar.monitoring.logs import not_kept_text, refused_text, starting_text
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
-from pipar.wording import plans_text
+from pipar.wording import equivalence, equivalence_text, plans_text
 
 #: How often the live part is drawn; more often would cost time without being seen.
 REFRESH_HZ = 4.0
@@ -111,6 +112,8 @@ class Display:
             self._show_budget()
         elif isinstance(event, ReplanFailed | ReportFailed):
             self._print(Text(event.reason, style="dim"), whole=True)
+        elif isinstance(event, EquivalenceChanged):
+            self._print(Text(f"After epoch {event.epoch}, {_weights_text(event.reasons)}", style="dim"), whole=True)
         elif isinstance(event, NotKept):
             self._print(Text(one_line(not_kept_text(event)), style="dim"), whole=True)
         elif isinstance(event, Refused):
@@ -178,6 +181,8 @@ class Display:
         self._print(Text(title, style="bold"))
         if started.leakage:
             self._print(Text(started.leakage), whole=True)
+        if started.equivalence_reasons:
+            self._print(Text(_weights_text(started.equivalence_reasons), style="dim"), whole=True)
         self._print(Text(epoch_header(private=started.is_private), style="dim"))
 
     def _print(self, text: Text, *, whole: bool = False, always: bool = False) -> None:
@@ -212,6 +217,10 @@ class Display:
             Text("  ".join(words), style="bold", no_wrap=True, overflow="ellipsis"),
             _bar_line("epoch", share, percent(share, 0), self._left(started), style="cyan"),
         )
+
+
+def _weights_text(reasons: Sequence[str]) -> str:
+    return f"weights are {equivalence_text({'equivalence': equivalence(reasons), 'equivalence_reasons': reasons})}"
 
 
 def _bar_line(label: str, share: float | None, text: str, more: str = "", style: str = "green") -> Table:

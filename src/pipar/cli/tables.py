@@ -20,7 +20,7 @@ from pipar.leakage.table import as_rows, how_lines, last_line
 from pipar.methods import Plan
 from pipar.storage.run_folder import plan_from_json
 from pipar.units import format_bytes, format_percent
-from pipar.wording import privacy_text, range_text, setting_text
+from pipar.wording import equivalence_text, privacy_text, range_text, setting_text
 
 if TYPE_CHECKING:
     from pipar.cli.doctor_checks import Finding
@@ -164,7 +164,7 @@ def result_table(result: Result, config: Config) -> RenderableType:
         table.add_row("privacy", privacy)
     if content.get("stopped") is not None:
         table.add_row("stopped", content["stopped"])
-    table.add_row("equivalence", content["equivalence"])
+    table.add_row("equivalence", equivalence_text(content))
     table.add_row("folder", f"{result.folder}/")
     table.add_row("files", ", ".join(sorted(path.name for path in result.folder.iterdir())))
     return Group(Text(), table)
@@ -200,7 +200,16 @@ def comparison_table(results: Mapping[str, Result], config: Config) -> Renderabl
     first = next(iter(results.values())).content
     title = f"{first['model']} on {first['dataset']}, {_world(first)}, mean of {_epochs_text(first)}"
     folders = [Text(f"{result.folder}/", overflow="fold") for result in results.values()]
-    return Group(Text(f"\n{title}"), Text(setting_text(config, "\n")), table, *_whole_plans(results), *folders)
+    head = (Text(f"\n{title}"), Text(setting_text(config, "\n")))
+    return Group(*head, table, *_whole_plans(results), *_equivalence_lines(results), *folders)
+
+
+def _equivalence_lines(results: Mapping[str, Result]) -> list[Text]:
+    """Return a line for each different equivalence, with its methods."""
+    methods: dict[str | None, list[str]] = {}
+    for method, result in results.items():
+        methods.setdefault(equivalence_text(result.content), []).append(method)
+    return [Text(f"{', '.join(names)}: weights are {text}", overflow="fold") for text, names in methods.items()]
 
 
 def _whole_plans(results: Mapping[str, Result]) -> list[RenderableType]:

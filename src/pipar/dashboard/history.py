@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from pipar.errors import InputError
-from pipar.events import EpochResult, Event, Pictured, Replanned, Started
+from pipar.events import EpochResult, EquivalenceChanged, Event, Pictured, Replanned, Started
 from pipar.methods import Plan, plans_as_json
 from pipar.report.content import content
 from pipar.report.record import RunRecord
 from pipar.storage.run_folder import replan_as_json
+from pipar.wording import equivalence
 
 
 @dataclass
@@ -21,6 +22,7 @@ class _Run:
     plans: dict[str, Plan]
     epochs: dict[int, EpochResult] = field(default_factory=dict)
     replans: list[Replanned] = field(default_factory=list)
+    reasons: tuple[str, ...] = ()  # why the weights are not exact
     picture: Pictured | None = None
     finished: RunRecord | None = None
 
@@ -35,13 +37,15 @@ class History:
     def take(self, event: Event) -> bool:
         """Process one event; return whether it changes the report."""
         if isinstance(event, Started):
-            self._runs.append(_Run(Path(event.folder), event.world, _plans(event)))
+            self._runs.append(_Run(Path(event.folder), event.world, _plans(event), reasons=event.equivalence_reasons))
         elif isinstance(event, EpochResult) and self._runs:
             self._runs[-1].epochs[event.epoch] = event
         elif isinstance(event, Pictured) and self._runs:
             self._runs[-1].picture = event
         elif isinstance(event, Replanned) and self._runs:
             self._runs[-1].replans.append(event)
+        elif isinstance(event, EquivalenceChanged) and self._runs:
+            self._runs[-1].reasons = event.reasons
         else:
             return False
         return True
@@ -82,6 +86,8 @@ def _so_far(record: RunRecord, run: _Run) -> RunRecord:
         "world": run.world,
         "epochs": [row for _, row in sorted(epochs.items())],
         "test_accuracy": None,
+        "equivalence": equivalence(run.reasons),
+        "equivalence_reasons": list(run.reasons),
     }
     if run.plans and record.running:  # without a result.json; config.toml lacks the encodings
         changes["plans"] = plans_as_json(run.plans)

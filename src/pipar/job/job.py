@@ -10,6 +10,7 @@ from functools import cached_property
 from pipar.config import Config, DeviceSpec, device_names
 from pipar.execution.schedule import count_batches, count_pieces, cut_batch
 from pipar.execution.spans import SERVER
+from pipar.job.equivalence import EquivalenceFacts, equivalence_reasons
 from pipar.links import Link
 from pipar.methods import METHODS, Method, Plan
 from pipar.nn.cut_list import Cut, CutList
@@ -18,8 +19,8 @@ from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.privacy.budget import PrivacyGuard, PrivacyLimits, UpdateNoise, choose_noise
 from pipar.profiling.cache import usable_cores
 from pipar.profiling.profile import Profile
-from pipar.wire.encodings import LOSSY
 from pipar.wire.orders import Orders
+from pipar.wording import equivalence
 
 #: With more devices than this, `trace = "auto"` keeps the spans of a sample of them only.
 _FULL_TRACE_DEVICES = 200
@@ -71,6 +72,7 @@ class Job:
     most_samples: int | None = None  # that a device may report; None: any number
     steady_layers: int = 0  # first layers whose activations are the same in every epoch
     cuts: CutList | None = None  # of a network that is no nn.Sequential, or has cut points
+    adapters: bool = False  # of low rank are trained
 
     @property
     def method(self) -> Method:
@@ -115,11 +117,24 @@ class Job:
 
     @property
     def equivalence(self) -> str:
-        """How the weights compare to plain training: "exact" (equal for every P and N), "statistical" or "lossy"."""
-        if any({plan.up, plan.down} & set(LOSSY) for plan in self.plans.values()):
-            return "lossy"
-        cut = any(plan.micro_batches > 1 for plan in self.plans.values())
-        return "statistical" if self.dropout or (self.batch_statistics and cut) else "exact"
+        """How the weights compare to plain training: "exact" (equal for every P and N) or "statistical"."""
+        return equivalence(equivalence_reasons(self.equivalence_facts))
+
+    @property
+    def equivalence_facts(self) -> EquivalenceFacts:
+        """What decides whether the weights are exact, if all devices train with the plans of this job."""
+        privacy = self.config.privacy
+        return EquivalenceFacts(
+            layers=self.layers,
+            plans=frozenset(self.plans.values()),
+            averaged=len(self.specs),
+            batch_statistics=self.batch_statistics,
+            dropout=self.dropout,
+            adapters=self.adapters and not self.method.one_device_at_a_time,  # which averages nothing
+            noisy_updates=privacy.clips,
+            noisy_inputs=privacy.pixel_epsilon is not None,
+            randomised_labels=privacy.label_epsilon is not None,
+        )
 
     @property
     def can_replan(self) -> bool:

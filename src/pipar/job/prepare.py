@@ -56,6 +56,7 @@ def prepare_timing_only(config: Config, rehearse: Rehearse, observe: Observer = 
 def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
     """Return the job of a workload before its plans are chosen."""
     # Import torch, which a timing-only run does without.
+    from pipar.nn.adapters import uses_adapters
     from pipar.nn.models import uses_batch_statistics, uses_dropout
     from pipar.nn.named_aggregators import make_aggregator
 
@@ -82,6 +83,7 @@ def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
         job,
         batch_statistics=batch_statistics,
         dropout=uses_dropout(model),
+        adapters=uses_adapters(model),
         cuts=cuts,
         steady_layers=workload.steady_layers(model),
     )

@@ -22,6 +22,7 @@ from pipar.launch.deployed_process import unlisted_spec
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
+from pipar.nn.adapters import uses_adapters
 from pipar.nn.inputs import InputForm
 from pipar.nn.learner import Batches, TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
@@ -59,6 +60,7 @@ def job_without_devices(workload: Workload, observe: Observer) -> Job:
         device_profiles={},
         batch_statistics=uses_batch_statistics(model),
         dropout=uses_dropout(model),
+        adapters=uses_adapters(model),
         plans={},
         dataset=workload.data_name,
         model=workload.model_name,

@@ -18,6 +18,7 @@ from pipar.errors import ConfigError
 from pipar.events import LOADING, EpochResult, Observer, Preparing, Started, ignore
 from pipar.execution.schedule import count_batches
 from pipar.execution.spans import Span
+from pipar.job.equivalence import equivalence_reasons
 from pipar.job.job import Job
 from pipar.job.prepare import prepare, prepare_timing_only
 from pipar.launch.rehearsal import rehearse
@@ -300,6 +301,7 @@ def started_event(job: Job, folder: Path, world: World = "real") -> Started:
         world=world,
         is_private=job.update_noise is not None,
         leakage=_leakage_text(job),
+        equivalence_reasons=equivalence_reasons(job.equivalence_facts),
     )
 
 

@@ -27,6 +27,7 @@ from pipar.events import (
     Connecting,
     Dropped,
     EpochResult,
+    EquivalenceChanged,
     Event,
     Expiring,
     Failed,
@@ -65,6 +66,7 @@ from pipar.events import (
 from pipar.methods import Plan
 from pipar.monitoring.foreign_lines import foreign_lines, real_standard_error
 from pipar.units import format_bytes, format_percent
+from pipar.wording import equivalence, equivalence_text
 
 LOGGER = "pipar"
 LogFormat = Literal["text", "json"]
@@ -218,6 +220,11 @@ class EventDescriber:
                 return f"round {event.epoch} restarts{deadline}: no device finished it, and the model is unchanged"
             case BudgetSpent():
                 return event.reason
+            case EquivalenceChanged():
+                text = equivalence_text(
+                    {"equivalence": equivalence(event.reasons), "equivalence_reasons": event.reasons}
+                )
+                return f"after round {event.epoch}, the weights are {text}"
             case EpochResult():
                 return self._result(event)
             case Pictured():

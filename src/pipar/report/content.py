@@ -15,7 +15,7 @@ from pipar.planner.timing import LANES
 from pipar.report.record import RunRecord, configured, shown_epoch
 from pipar.report.timeline import MOST_SPANS, EpochTrace, epoch_timeline, iteration_timeline
 from pipar.storage.run_folder import plan_from_json
-from pipar.wording import link_text, plans_text, privacy_text, setting_text
+from pipar.wording import equivalence_text, link_text, plans_text, privacy_text, setting_text
 
 #: Devices whose lanes are drawn: in the report of one run, and per run in a comparison.
 _DRAWN_ALONE, _DRAWN_COMPARED = 4, 2
@@ -106,7 +106,7 @@ def _run(name: str, record: RunRecord, traced: EpochTrace | None) -> dict[str, A
         "running": record.running,
         "folder": record.folder,
         "seed": result.get("seed"),
-        "equivalence": result.get("equivalence"),
+        "equivalence": equivalence_text(result),
         "privacy": privacy_text(result, config),
         "epsilon": result.get("epsilon") or _last(epochs, "epsilon"),
         "stopped": result.get("stopped"),

@@ -76,6 +76,7 @@ class CheckpointWriter:
             notes={
                 "partly": {str(number): taught for number, taught in self._folder.partly.items()},
                 "spent": spent,
+                "equivalence_reasons": list(self._folder.equivalence_reasons),
             },
         )
         self._saving = asyncio.get_running_loop().create_task(self._save(checkpoint))

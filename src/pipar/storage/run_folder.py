@@ -18,8 +18,20 @@ from typing import Any
 from pipar.config import Config
 from pipar.config_file import dump_config
 from pipar.errors import InputError, StorageError
-from pipar.events import BudgetSpent, EpochResult, Event, Observer, Pictured, Replanned, RoundOver, Saved, SaveFailed
+from pipar.events import (
+    BudgetSpent,
+    EpochResult,
+    EquivalenceChanged,
+    Event,
+    Observer,
+    Pictured,
+    Replanned,
+    RoundOver,
+    Saved,
+    SaveFailed,
+)
 from pipar.execution.spans import Span, excerpt
+from pipar.job.equivalence import EquivalenceLog
 from pipar.job.job import Job
 from pipar.methods import Plan, plans_as_json
 from pipar.privacy.budget import PrivacyAccountant
@@ -36,6 +48,7 @@ from pipar.storage.whole_files import (
     write_atomically,
 )
 from pipar.wire.messages import Body
+from pipar.wording import equivalence
 
 _VERSIONED = ("pipar", "torch", "numpy", "grpcio")
 
@@ -137,6 +150,7 @@ class RunFolder:
         self.plans: Mapping[str, Plan] = job.plans  # in use now
         self.accountant = PrivacyAccountant(job.update_noise)  # counts the updates that devices send
         self._stopped: str | None = None
+        self._equivalence = EquivalenceLog(job.plans)
         self._trace = TraceFile(path / "trace.json", in_thread=has_threads)
         self._replanned: list[Replanned] = []
         self._written: dict[str, Any] = {}
@@ -191,6 +205,7 @@ class RunFolder:
             _epoch_of(number, known.get(number), self.round_log[number - 1]) for number in range(1, done + 1)
         )
         self.plans = dict(found.plans)
+        self._equivalence.resume(self.plans, found.notes.get("equivalence_reasons", ()))
         self.accountant.resume(found.notes.get("spent", {}))
         self._safe_round = max(self._safe_round, done)
         _write_lines(self.path / "metrics.jsonl", self.epochs.rows())
@@ -214,6 +229,11 @@ class RunFolder:
     def update_job(self, job: Job) -> None:
         """Replace the job: a device has joined."""
         self._job = job
+
+    @property
+    def equivalence_reasons(self) -> tuple[str, ...]:
+        """Why the weights are not exact, by what the training did so far."""
+        return self._equivalence.reasons(self._job.equivalence_facts)
 
     @property
     def job(self) -> Job:
@@ -246,11 +266,13 @@ class RunFolder:
             if isinstance(event, Replanned):
                 self._replanned.append(event)
                 self.plans = {name: Plan(**plan) for name, plan in event.plans.items()}
+                self._equivalence.replan(event.epoch, self.plans)
             elif isinstance(event, RoundOver):
                 self.round_log.append(event.counted)
                 if event.partly:
                     self.partly[event.epoch] = event.partly
                 self._append_row(event.epoch, "rounds.jsonl", self._round_row(event.epoch, event.counted))
+                self._end_round(event, observe)
             elif isinstance(event, BudgetSpent):
                 self._stopped = event.reason
             elif isinstance(event, Saved):
@@ -260,6 +282,13 @@ class RunFolder:
             self._report_rows(len(self.round_log), observe)
 
         return watch
+
+    def _end_round(self, over: RoundOver, observe: Observer) -> None:
+        """Report whether this round changes why the weights are not exact."""
+        before = self.equivalence_reasons
+        self._equivalence.end_round(over.epoch, {*over.counted, *over.partly})
+        if self.equivalence_reasons != before:
+            observe(EquivalenceChanged(over.epoch, self.equivalence_reasons))
 
     def _report_rows(self, epoch: int, observe: Observer) -> None:
         """Report rows that cannot be written, once until they could be in between."""
@@ -307,7 +336,8 @@ class RunFolder:
             "model": job.model,
             "dataset": job.dataset,
             "world": self._world,
-            "equivalence": job.equivalence,
+            "equivalence": equivalence(self.equivalence_reasons),
+            "equivalence_reasons": list(self.equivalence_reasons),
             "seed": job.config.run.seed,
             "plans": plans_as_json(job.plans),
             "replans": self._replans(),
