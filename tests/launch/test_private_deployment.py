@@ -26,6 +26,7 @@ from pipar.profiling.profile import LayerProfile, Profile
 from pipar.storage.checkpoint import Checkpoints, identity_of, latest
 from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.epoch_log import EpochLog
+from pipar.storage.packed_rows import PackedRows
 from pipar.wire.messages import EMPTY
 
 
@@ -95,7 +96,7 @@ def test_a_profile_has_no_statistics_of_samples_that_are_hidden(tree: dict[str, 
 def test_privacy_spent_in_an_unfinished_round_is_saved_with_the_round_before(tmp_path: Path) -> None:
     config = config_from({"privacy": {"noise_multiplier": 4.0}})
     accountant, saved = PrivacyAccountant(choose_noise(config)), Checkpoints(tmp_path)
-    folder: Any = SimpleNamespace(accountant=accountant, plans={}, epochs=EpochLog(), round_log=[], partly={})
+    folder: Any = SimpleNamespace(accountant=accountant, plans={}, epochs=EpochLog(), round_log=PackedRows(), partly={})
 
     async def keep() -> list[dict[str, Any]]:
         lane = VirtualLanes(["save"], Recorder("server"), lambda _: 0.0)

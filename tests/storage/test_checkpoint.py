@@ -24,12 +24,14 @@ from pipar.storage.checkpoint import (
     Checkpoint,
     Checkpoints,
     Disk,
+    _content,
     identity_of,
     is_due,
     latest,
     read,
     refuse_to_overwrite,
 )
+from pipar.storage.packed_rows import PackedRows
 from pipar.wire.messages import Body
 
 IDENTITY = identity_of(config_from({}))
@@ -43,8 +45,8 @@ def checkpoint(number: int) -> Checkpoint:
         identity=IDENTITY,
         plans={"phone-1": Plan(2, 3), "phone-2": Plan(1, 4, window=2)},
         samples={"phone-1": 230, "phone-2": 57},
-        metrics=[{"epoch": epoch, "train_loss": 1 / epoch, "val_loss": None} for epoch in range(1, number)],
-        round_log=[{"phone-1": 230, "phone-2": 57} for _ in range(number)],
+        metrics=PackedRows({"epoch": epoch, "train_loss": 1 / epoch, "val_loss": None} for epoch in range(1, number)),
+        round_log=PackedRows({"phone-1": 230, "phone-2": 57} for _ in range(number)),
         notes={"elapsed_s": 1.5},
     )
 
@@ -86,10 +88,28 @@ def test_a_missing_or_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_a_number_reads_back(tmp_path: Path) -> None:
     diverged = [{"epoch": 1, "train_loss": float("inf"), "val_loss": float("nan")}]
-    Checkpoints(tmp_path).save(replace(checkpoint(1), metrics=diverged))
+    Checkpoints(tmp_path).save(replace(checkpoint(1), metrics=PackedRows(diverged)))
     found = newest(tmp_path)
     assert found is not None
     assert str(list(found.metrics)) == str(diverged)
+
+
+def test_a_checkpoint_of_the_first_version_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = checkpoint(3)
+    content = json.loads(_content(given)) | {"metrics": list(given.metrics), "round_log": list(given.round_log)}
+    monkeypatch.setattr("pipar.storage.checkpoint._content", lambda _: json.dumps(content).encode())
+    monkeypatch.setattr("pipar.storage.checkpoint.VERSION", 1)
+    Checkpoints(tmp_path).save(given)
+    monkeypatch.undo()
+    assert same(newest(tmp_path), given)
+
+
+def test_checkpoints_grow_little_with_the_number_of_rounds() -> None:
+    sizes = {f"raspberry-pi-{number}": 100 + number for number in range(20)}
+    bytes_sent = {name: [1_000_000 + size, 2_000_000 + size] for name, size in sizes.items()}
+    metrics = PackedRows({"epoch": n, "loss": 1 / n, "device_bytes": bytes_sent} for n in range(1, 2001))
+    rounds = PackedRows(sizes for _ in range(2000))
+    assert len(_content(replace(checkpoint(1), metrics=metrics, round_log=rounds))) < 100 * 2000
 
 
 def test_the_last_checkpoints_are_kept_and_the_newest_is_found_by_its_number(tmp_path: Path) -> None:

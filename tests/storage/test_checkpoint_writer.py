@@ -21,6 +21,7 @@ from pipar.privacy.budget import PrivacyAccountant
 from pipar.storage.checkpoint import Checkpoints, Disk, identity_of, latest
 from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.epoch_log import EpochLog
+from pipar.storage.packed_rows import PackedRows
 from pipar.wire.messages import EMPTY
 
 
@@ -47,7 +48,7 @@ class Folder:
         self.accountant = PrivacyAccountant(None)
         self.plans: dict[str, Any] = {}
         self.epochs = EpochLog()
-        self.round_log: list[Any] = []
+        self.round_log = PackedRows()
         self.partly: dict[int, Any] = {}
         self.equivalence_reasons: tuple[str, ...] = ()
         self.models = 0

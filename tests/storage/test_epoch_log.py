@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tracemalloc
 
@@ -9,6 +10,7 @@ import pytest
 
 from pipar.events import EpochResult
 from pipar.storage.epoch_log import EpochLog
+from pipar.storage.packed_rows import PackedRows
 
 
 def result(epoch: int, devices: int = 3) -> EpochResult:
@@ -18,8 +20,9 @@ def result(epoch: int, devices: int = 3) -> EpochResult:
     )  # fmt: skip
 
 
-def test_results_are_read_back_unchanged() -> None:
-    given = [result(epoch) for epoch in range(1, 6)]
+@pytest.mark.parametrize("count", [5, 64, 200])
+def test_results_are_read_back_unchanged(count: int) -> None:
+    given = [result(epoch) for epoch in range(1, count + 1)]
     log = EpochLog(given[:3])
     for one in given[3:]:
         log.append(one)
@@ -27,7 +30,7 @@ def test_results_are_read_back_unchanged() -> None:
     assert str(log[-1]) == str(given[-1])
     assert str(log[1:3]) == str(given[1:3])
     assert str(log.rows()) == str([one.to_dict() for one in given])
-    assert (len(log), bool(EpochLog())) == (5, False)
+    assert (len(log), bool(EpochLog())) == (count, False)
 
 
 @pytest.mark.slow
@@ -43,3 +46,14 @@ def test_a_log_of_many_devices_takes_little_memory() -> None:
             tracemalloc.stop()
 
     assert taken(EpochLog) < taken(list) / 3
+
+
+def test_rows_that_are_read_again_can_be_continued_and_a_copy_does_not_change() -> None:
+    rows = PackedRows({"epoch": number} for number in range(100))
+    copied = rows.copy()
+    again = PackedRows.read(json.loads(json.dumps(rows.to_json())))
+    for one in (rows, again):
+        one.append({"epoch": 100})
+    assert again == rows == [{"epoch": number} for number in range(101)]
+    assert (len(copied), copied[-1], copied[70]) == (100, {"epoch": 99}, {"epoch": 70})
+    assert PackedRows.read([]) == PackedRows() == []

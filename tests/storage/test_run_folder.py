@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import replace
+import tracemalloc
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from pipar.events import EpochResult, Event, Pictured, Replanned, RoundOver, Sav
 from pipar.execution.spans import Span
 from pipar.profiling.cache import machine_fingerprint
 from pipar.storage.checkpoint import Checkpoint
+from pipar.storage.packed_rows import PackedRows
 from pipar.storage.run_folder import (
     RunFolder,
     new_folder,
@@ -147,7 +149,7 @@ def test_rows_of_an_epoch_that_cannot_be_written_are_reported_with_that_epoch(
 def test_a_training_that_cannot_be_resumed_on_a_full_disk_says_so_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Checkpoint(1, EMPTY, {}, job().plans, {}, [EPOCH.to_dict()], [{"pi-1": 20}])
+    found = Checkpoint(1, EMPTY, {}, job().plans, {}, PackedRows([EPOCH.to_dict()]), PackedRows([{"pi-1": 20}]))
     folder = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", no_space)
@@ -330,13 +332,33 @@ def train_rounds(folder: RunFolder, *numbers: int, saved: int) -> None:
         folder.add_epoch(replace(EPOCH, epoch=number), [])
 
 
+@pytest.mark.slow
+def test_the_memory_of_a_training_does_not_grow_with_its_rounds(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
+    watch, plans = folder.event_recorder(ignore), {name: asdict(plan) for name, plan in job().plans.items()}
+
+    def train(*numbers: int) -> int:
+        for number in numbers:
+            watch(Replanned(number, plans, "links have changed"))
+            train_rounds(folder, number, saved=number)
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = train(*range(1, 641))
+        after = train(*range(641, 1281))
+    finally:
+        tracemalloc.stop()
+    assert after - before < 640 * 200  # the objects would be 4 KB a round
+
+
 def test_after_a_crash_the_files_have_no_round_twice_and_none_that_is_lost(tmp_path: Path) -> None:
     before = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
     train_rounds(before, 1, 2, 3, 4, saved=2)  # and a crash before 3 or 4 is saved
     assert told(tmp_path, "rounds.jsonl") == told(tmp_path, "metrics.jsonl") == [1, 2]
 
-    log, partly = before.round_log[:2], {"2": {"pi-3": 4}}
-    found = Checkpoint(2, EMPTY, {}, job().plans, {}, [EPOCH.to_dict()], log, {"partly": partly})
+    log, partly = PackedRows(before.round_log[:2]), {"2": {"pi-3": 4}}
+    found = Checkpoint(2, EMPTY, {}, job().plans, {}, PackedRows([EPOCH.to_dict()]), log, {"partly": partly})
     after = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
     after.resume(found)
     assert after.trained_again == 0  # the files had none of the lost rounds

@@ -12,7 +12,8 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -21,11 +22,14 @@ from typing import Any
 from pipar.config import Config
 from pipar.errors import CheckpointError, InputError, UnknownCheckpointError
 from pipar.methods import Plan
+from pipar.storage.packed_rows import PackedRows
 from pipar.storage.whole_files import PRIVATE
 from pipar.wire.messages import Body
 
 MAGIC = b"PIPARCKP"
-VERSION = 1
+VERSION = 2
+#: Version 1 differs only in that it had the rows of all rounds as they are, and not packed.
+_READ = (1, VERSION)
 
 #: Magic, version, SHA-256 of everything after it: the lengths of the JSON and of the tensors, then both of them.
 _START = struct.Struct("<8sI32s")
@@ -48,8 +52,8 @@ class Checkpoint:
     identity: Mapping[str, Any]  # of the training, by `identity_of`
     plans: Mapping[str, Plan]  # in use, by device
     samples: Mapping[str, int]  # number of them, by device
-    metrics: Sequence[Mapping[str, Any]] = ()  # the results of the complete epochs, in order
-    round_log: Sequence[Mapping[str, int]] = ()  # for each round: samples by device that counted
+    metrics: PackedRows = field(default_factory=PackedRows)  # the results of the complete epochs, in order
+    round_log: PackedRows = field(default_factory=PackedRows)  # for each round: samples by device that counted
     notes: Mapping[str, Any] = field(default_factory=dict)  # further state of the server; JSON
 
 
@@ -209,8 +213,8 @@ def _content(checkpoint: Checkpoint) -> bytes:
         "identity": dict(checkpoint.identity),
         "plans": {name: asdict(plan) for name, plan in checkpoint.plans.items()},
         "samples": dict(checkpoint.samples),
-        "metrics": [dict(epoch) for epoch in checkpoint.metrics],
-        "round_log": [dict(counted) for counted in checkpoint.round_log],
+        "metrics": checkpoint.metrics.to_json(),
+        "round_log": checkpoint.round_log.to_json(),
         "notes": dict(checkpoint.notes),
     }
     return json.dumps(content).encode()
@@ -286,7 +290,7 @@ def read(path: Path, disk: Disk | None = None) -> Checkpoint:
         raise CheckpointError(f"The checkpoint {path} is damaged: its checksum does not match its content.")
     try:
         return _checkpoint(json.loads(content), tensors)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, zlib.error):
         raise UnknownCheckpointError(
             f"The checkpoint {path} lacks fields that this version of pipar needs. Resume with the version of pipar "
             "that wrote it."
@@ -316,7 +320,7 @@ def _lengths(path: Path, header: bytes, size: int) -> tuple[int, int]:
     if len(header) < _HEADER_BYTES:
         raise CheckpointError(f"The checkpoint {path} is damaged: it ends after {size} bytes.")
     _, version, _ = _START.unpack_from(header)
-    if version != VERSION:
+    if version not in _READ:
         raise UnknownCheckpointError(
             f"The checkpoint {path} has format version {version}; this pipar reads version {VERSION}. Resume with the "
             "version of pipar that wrote it."
@@ -335,8 +339,8 @@ def _checkpoint(content: Mapping[str, Any], tensors: bytearray) -> Checkpoint:
         identity=content["identity"],
         plans={name: Plan(**plan) for name, plan in content["plans"].items()},
         samples=content["samples"],
-        metrics=content["metrics"],
-        round_log=content["round_log"],
+        metrics=PackedRows.read(content["metrics"]),
+        round_log=PackedRows.read(content["round_log"]),
         notes=content["notes"],
     )
 

@@ -71,8 +71,8 @@ class CheckpointWriter:
             identity=identity_of(job.config),
             plans=dict(self._folder.plans),
             samples=dict(job.sizes),
-            metrics=self._folder.epochs.rows(),
-            round_log=list(self._folder.round_log),
+            metrics=self._folder.epochs.packed(),
+            round_log=self._folder.round_log.copy(),
             notes={
                 "partly": {str(number): taught for number, taught in self._folder.partly.items()},
                 "spent": spent,

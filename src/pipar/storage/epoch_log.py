@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
 from pipar.events import EpochResult
+from pipar.storage.packed_rows import PackedRows
 
 
 class EpochLog(Sequence[EpochResult]):
-    """Results in order, kept as JSON: with many devices, that is a tenth of the memory of the objects."""
+    """Results in order, packed: with many devices or epochs, the objects would need a hundred times the memory."""
 
     def __init__(self, results: Iterable[EpochResult] = ()) -> None:
-        self._rows = [_row(result) for result in results]
+        self._rows = PackedRows(result.to_dict() for result in results)
 
     def append(self, result: EpochResult) -> None:
-        self._rows.append(_row(result))
+        self._rows.append(result.to_dict())
 
     def rows(self) -> list[dict[str, Any]]:
         """Return all results as dictionaries."""
-        rows: list[dict[str, Any]] = json.loads(b"[" + b",".join(self._rows) + b"]")
-        return rows
+        return list(self._rows)
+
+    def packed(self) -> PackedRows:
+        """Return the results so far as rows that do not change."""
+        return self._rows.copy()
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __iter__(self) -> Iterator[EpochResult]:
+        return (EpochResult(**row) for row in self._rows)
 
     @overload
     def __getitem__(self, place: int) -> EpochResult: ...
@@ -34,9 +40,5 @@ class EpochLog(Sequence[EpochResult]):
 
     def __getitem__(self, place: int | slice) -> EpochResult | list[EpochResult]:
         if isinstance(place, slice):
-            return [EpochResult(**json.loads(row)) for row in self._rows[place]]
-        return EpochResult(**json.loads(self._rows[place]))
-
-
-def _row(result: EpochResult) -> bytes:
-    return json.dumps(result.to_dict()).encode()
+            return [EpochResult(**row) for row in self._rows[place]]
+        return EpochResult(**self._rows[place])

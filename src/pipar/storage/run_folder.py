@@ -38,6 +38,7 @@ from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.cache import machine_fingerprint
 from pipar.storage.checkpoint import Checkpoint
 from pipar.storage.epoch_log import EpochLog
+from pipar.storage.packed_rows import PackedRows
 from pipar.storage.trace_file import TraceFile
 from pipar.storage.whole_files import (
     PRIVATE,
@@ -145,14 +146,14 @@ class RunFolder:
         self._world = world
         self._command = command
         self.epochs = EpochLog()
-        self.round_log: list[dict[str, int]] = []  # for each round: samples by device that counted
+        self.round_log = PackedRows()  # for each round: samples by device that counted
         self.partly: dict[int, dict[str, int]] = {}  # by round: devices that only trained the shared model
         self.plans: Mapping[str, Plan] = job.plans  # in use now
         self.accountant = PrivacyAccountant(job.update_noise)  # counts the updates that devices send
         self._stopped: str | None = None
         self._equivalence = EquivalenceLog(job.plans)
         self._trace = TraceFile(path / "trace.json", in_thread=has_threads)
-        self._replanned: list[Replanned] = []
+        self._replanned = PackedRows()
         self._written: dict[str, Any] = {}
         self.trained_again = 0  # rounds in the files that came after the checkpoint
         self._safe_round = 0 if has_checkpoints else math.inf  # no crash can undo the rounds up to this one
@@ -199,10 +200,11 @@ class RunFolder:
         self.trained_again = sum(row["epoch"] > done for row in read_rows(self.path / "rounds.jsonl"))
         rows = (*found.metrics, *read_rows(self.path / "metrics.jsonl"))
         known = {number: row for row in rows if 1 <= (number := row["epoch"]) <= done}
-        self.round_log = [dict(counted) for counted in found.round_log[:done]]
+        log = found.round_log[:done]
+        self.round_log = PackedRows(log)
         self.partly = {int(number): dict(taught) for number, taught in found.notes.get("partly", {}).items()}
         self.epochs = EpochLog(
-            _epoch_of(number, known.get(number), self.round_log[number - 1]) for number in range(1, done + 1)
+            _epoch_of(number, known.get(number), counted) for number, counted in enumerate(log, start=1)
         )
         self.plans = dict(found.plans)
         self._equivalence.resume(self.plans, found.notes.get("equivalence_reasons", ()))
@@ -264,7 +266,7 @@ class RunFolder:
 
         def watch(event: Event) -> None:
             if isinstance(event, Replanned):
-                self._replanned.append(event)
+                self._replanned.append(replan_as_json(event))
                 self.plans = {name: Plan(**plan) for name, plan in event.plans.items()}
                 self._equivalence.replan(event.epoch, self.plans)
             elif isinstance(event, RoundOver):
@@ -327,7 +329,7 @@ class RunFolder:
 
     def _replans(self) -> list[dict[str, Any]]:
         # Plans that no finished epoch has used are left out: the training may have ended right after they were chosen.
-        return [replan_as_json(event) for event in self._replanned if event.epoch <= len(self.epochs)]
+        return [replan for replan in self._replanned if replan["epoch"] <= len(self.epochs)]
 
     def _result(self, weights_sha256: str | None) -> dict[str, Any]:
         job = self._job
