@@ -169,13 +169,36 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> int:
     changed = 0
     for name in sorted({*before, *now}):
         one, other = before.get(name, {}), now.get(name, {})
-        different = sorted(key for key in one or other if key not in one or one[key] != other.get(key))
+        if added := _added_fields(one, other):
+            print(f"{name}: new fields {', '.join(added)}")
+        different = sorted(key for key in one or other if key not in one or one[key] != _known(one[key], other, key))
         changed += bool(different)
         print(f"{name}: {'the same' if not different else 'other ' + ', '.join(different)}")
         for key in different:
             print(f"  {key}\n    before {one.get(key)}\n    now    {other.get(key)}")
     print(f"{len(now) - changed} of {len(now)} the same")
     return 1 if changed else 0
+
+
+def _added_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return sorted({*now.get("fields", ())} - {*before.get("fields", now.get("fields", ()))})
+
+
+def _known(before: Any, row: Mapping[str, Any], key: str) -> Any:
+    """Return what a row has under a key, without the fields that were added after the recording."""
+    now = row.get(key)
+    if key == "fields" and now is not None:
+        return sorted({*now} & {*before})
+    return _at_keys_of(before, now)
+
+
+def _at_keys_of(before: Any, now: Any) -> Any:
+    """Return a value with only those keys that the recorded one has as well."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return {key: _at_keys_of(before[key], item) for key, item in now.items() if key in before}
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return [_at_keys_of(one, other) for one, other in zip(before, now, strict=True)]
+    return now
 
 
 def broken_promise(name: str, found: Mapping[str, Any]) -> str | None:

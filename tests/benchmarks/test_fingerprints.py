@@ -63,6 +63,18 @@ def test_a_key_that_an_old_row_lacks_is_not_compared_but_a_lost_one_is(fingerpri
     assert fingerprints.compare({"one": {"bytes": 1}}, {}) == 1
 
 
+def test_a_new_field_is_named_and_a_lost_or_changed_one_is_a_difference(
+    fingerprints: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {"one": {"fields": [".a", ".b"], "plan": [{"a": 1, "b": {"c": 2}}]}}
+    more = {"one": {"fields": [".a", ".b", ".d"], "plan": [{"a": 1, "b": {"c": 2, "d": 3}}]}}
+    assert fingerprints.compare(before, more) == 0
+    assert "one: new fields .d\n" in capsys.readouterr().out
+    assert fingerprints.compare(more, before) == 1
+    changed = {"one": {"fields": [".a", ".b"], "plan": [{"a": 1, "b": {"c": 4}}]}}
+    assert fingerprints.compare(before, changed) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
