@@ -22,7 +22,7 @@ from benchmarks.record import Claim
 from pipar.config_file import load_config
 from pipar.data.shard import Shard
 from pipar.job.workload import Workload
-from pipar.nn.parts import Optimizer
+from pipar.nn.optimizers import OptimizerSettings
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.runtime import keep_freed_memory, one_thread
 from pipar.nn.split import split_model
@@ -92,7 +92,7 @@ def _measure_network(case: Case) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def train(model: nn.Sequential, optimizer: Optimizer, shard: Shard, epoch: int) -> float:
+def train(model: nn.Sequential, optimizer: OptimizerSettings, shard: Shard, epoch: int) -> float:
     """Train an epoch and return the mean loss; momentum starts at zero, as is pipar's default."""
     steps = optimizer.over(model)
     assert steps is not None

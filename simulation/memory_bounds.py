@@ -107,7 +107,7 @@ class MemoryBounds:
         model = whole if scenario.replans else profile.parameter_bytes(1, plan.split_point)
         # Layers are moved before the plan is sent.
         replica = whole if scenario.replans else profile.parameter_bytes(plan.split_point + 1, LAYERS)
-        momentum = whole if scenario.keep_momentum and scenario.replans else 0
+        momentum = whole if scenario.keep_state and scenario.replans else 0
         trace = _SPANS_BYTES * (samples // BATCH + 1) * (plan.micro_batches + 1)
         rounds = 3 + math.floor(scenario.resume_window_s / (scenario.round_deadline_s or math.inf))
         # Where an encoding saves nothing, it adds a little for each chunk.

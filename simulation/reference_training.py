@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pipar.data.shard import Shard
 from pipar.execution.schedule import cut_epoch
-from pipar.nn.parts import Optimizer
+from pipar.nn.optimizers import OptimizerSettings
 from simulation.scenario import BATCH
 
 State = Mapping[str, Tensor]
@@ -23,7 +23,7 @@ def copied(state: State) -> State:
 
 
 def federated_round(
-    model: nn.Sequential, before: State, shards: Mapping[str, Shard], epoch: int, rules: Optimizer
+    model: nn.Sequential, before: State, shards: Mapping[str, Shard], epoch: int, rules: OptimizerSettings
 ) -> State:
     """Return the mean, weighted by samples, of the models that these devices train from the previous one."""
     total = sum(len(shard) for shard in shards.values())
@@ -38,7 +38,7 @@ def _mean(weighted: Sequence[tuple[Tensor, float]]) -> Tensor:
     return torch.stack([tensor * share for tensor, share in weighted]).sum(0)
 
 
-def _one_device(model: nn.Sequential, before: State, shard: Shard, epoch: int, rules: Optimizer) -> State:
+def _one_device(model: nn.Sequential, before: State, shard: Shard, epoch: int, rules: OptimizerSettings) -> State:
     model.load_state_dict(before)
     velocity: dict[str, Tensor] = {}
     for batch in _batches(shard, epoch, batch_statistics=_has_batch_statistics(model)):
@@ -47,7 +47,12 @@ def _one_device(model: nn.Sequential, before: State, shard: Shard, epoch: int, r
 
 
 def split_learning_round(
-    model: nn.Sequential, before: State, velocity: State, shards: Mapping[str, Shard], epoch: int, rules: Optimizer
+    model: nn.Sequential,
+    before: State,
+    velocity: State,
+    shards: Mapping[str, Shard],
+    epoch: int,
+    rules: OptimizerSettings,
 ) -> tuple[State, State]:
     """Return the model that passes from device to device, and the momentum of the server's layers.
 
@@ -77,7 +82,7 @@ def splitfed_v2_round(
     velocity: State,
     contributions: Mapping[str, Contribution],
     epoch: int,
-    rules: Optimizer,
+    rules: OptimizerSettings,
 ) -> tuple[State, State]:
     """Return the model of a round of SplitFed V2, and the momentum of the server's layers.
 
@@ -132,12 +137,16 @@ def _has_batch_statistics(model: nn.Sequential) -> bool:
     return any(isinstance(layer, nn.BatchNorm1d) for layer in model.modules())
 
 
-def _descend(model: nn.Sequential, velocity: dict[str, Tensor], batch: tuple[Tensor, Tensor], rules: Optimizer) -> None:
+def _descend(
+    model: nn.Sequential, velocity: dict[str, Tensor], batch: tuple[Tensor, Tensor], rules: OptimizerSettings
+) -> None:
     """Take one step on a batch: v = mu v + g and w = w - lr v; a weight without a velocity has v = 0."""
     inputs, labels = batch
+    assert rules.learning_rate is not None
+    momentum = rules.arguments["momentum"]
     weights = dict(model.named_parameters())
     gradients = torch.autograd.grad(F.cross_entropy(model(inputs), labels), list(weights.values()))
     with torch.no_grad():
         for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
-            velocity[name] = rules.momentum * velocity[name] + gradient if name in velocity else gradient
+            velocity[name] = momentum * velocity[name] + gradient if name in velocity else gradient
             weight.sub_(rules.learning_rate * velocity[name])

@@ -87,7 +87,7 @@ class Scenario:
     round_deadline_s: float | None
     latency_s: float = 0.0
     rate_bps: float | None = None
-    keep_momentum: bool = False
+    keep_state: bool = False
     replans: bool = False
     has_credentials: bool = True  # devices prove their names by certificates
     chunk_bytes: int = 1_000_000
@@ -114,7 +114,7 @@ class Scenario:
             return False
         if self.has_batch_statistics and not self._is_one_piece:
             return False
-        return not self.keep_momentum or METHODS[self.method].one_device_at_a_time
+        return not self.keep_state or METHODS[self.method].one_device_at_a_time
 
     @property
     def has_batch_statistics(self) -> bool:
@@ -168,7 +168,7 @@ def draw_scenario(seed: int, devices: int = 5, rounds: int = 5) -> Scenario:
         round_deadline_s=rng.choice((None, 4.0, 8.0, 20.0)),
         latency_s=rng.choice((0.0, 0.0, 0.02)),
         rate_bps=rng.choice((None, None, 200e3)),
-        keep_momentum=rng.random() < 0.15,
+        keep_state=rng.random() < 0.15,
         replans=rng.random() < 0.3,
         has_credentials=rng.random() < 0.7,
         chunk_bytes=rng.choice((2_500, 1_000_000)),
@@ -196,7 +196,7 @@ def _with_surroundings(scenario: Scenario, rng: random.Random) -> Scenario:
         plans=plans,
         privacy=privacy,
         min_devices=1 if privacy is not None else scenario.min_devices,
-        keep_momentum=scenario.keep_momentum and privacy is None,
+        keep_state=scenario.keep_state and privacy is None,
         is_traced=rng.random() < 0.25,
         skews_s={name: rng.choice((0.0, 1.0)) * 10 ** rng.uniform(2, 7) for name in ("server", *scenario.names)},
         faults=tuple(sorted((*scenario.faults, *attacks), key=lambda fault: (fault.after_round, fault))),

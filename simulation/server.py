@@ -271,7 +271,7 @@ class SimulatedServer:
             workload.optimizer(),
             CLASSES,
             shares_server_model=job.method.shares_server_model,
-            keep_momentum=job.keep_momentum,
+            keep_state=job.keep_state,
             trusts_devices=False,
         )
         learner = CountingLearner(workload.build_model(), job.split_points, settings)

@@ -53,7 +53,7 @@ def _config(scenario: Scenario) -> Config:
             "wire": {"encoding": scenario.encoding},
             "optimizer": {
                 "learning_rate": 0.1,
-                "momentum_at_aggregation": "keep" if scenario.keep_momentum else "reset",
+                "state_at_aggregation": "keep" if scenario.keep_state else "reset",
             },
             "server": {
                 "cores": 2,

@@ -32,7 +32,7 @@ def test_an_empty_configuration_trains_vgg5_with_group_norm_on_digits_with_pipar
 def test_the_default_optimizer_is_sgd_whose_momentum_is_reset_at_aggregation() -> None:
     optimizer = Config().optimizer
     assert (optimizer.name, optimizer.learning_rate, optimizer.momentum) == ("sgd", 0.01, 0.9)
-    assert optimizer.momentum_at_aggregation == "reset"
+    assert optimizer.state_at_aggregation == "reset"
 
 
 def test_an_empty_configuration_has_four_devices_on_4g_at_a_twentieth_of_this_machine() -> None:

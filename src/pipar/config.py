@@ -14,6 +14,7 @@ from pipar.aggregator_settings import all_parameters, check_devices, check_metho
 from pipar.errors import ConfigError, InputError
 from pipar.links import Link, parse_link
 from pipar.methods import METHODS
+from pipar.optimizer_settings import COMMON, OPTIMIZERS, OWN, check_arguments, known_optimizer, state_copies
 from pipar.units import parse_duration, parse_size, split_address
 
 MODELS = ("vgg5", "resnet18", "mobilenetv3_small", "vgg16", "resnet101", "mobilenetv3_large")
@@ -212,11 +213,75 @@ class ModelSection(_Section):
 
 
 class OptimizerSection(_Section):
-    name: Literal["sgd"] = "sgd"
-    learning_rate: Fraction = 0.01
-    momentum: Momentum = 0.9
-    weight_decay: Decay = 0.0
-    momentum_at_aggregation: Literal["reset", "keep"] = "reset"
+    """An optimiser; besides these keys, it has the arguments of its class in torch under their own names."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: Annotated[str, BeforeValidator(known_optimizer)] = "sgd"
+    factory: str | None = None  # "name" and all arguments are then its own
+    learning_rate: Fraction | None = 0.01  # where it is not given, that of the optimiser
+    momentum: Momentum | None = 0.9
+    weight_decay: Decay | None = 0.0
+    state_at_aggregation: Literal["reset", "keep"] = "reset"
+    momentum_at_aggregation: Literal["reset", "keep"] | None = None  # the former name
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments that are known, as torch takes them; the learning rate is not among them."""
+        common = {key: value for key in COMMON if (value := getattr(self, key)) is not None}
+        return common | {key: tuple(v) if isinstance(v, list) else v for key, v in (self.model_extra or {}).items()}
+
+    @property
+    def kind(self) -> str:
+        """The name of the optimiser; "own" for a user's."""
+        return self.name if self.factory is None else OWN
+
+    @property
+    def state_copies(self) -> float:
+        """How many values it keeps for each weight; of a user's own, a guess."""
+        return state_copies(self.kind, self.arguments)
+
+    @model_validator(mode="after")
+    def _complete(self) -> OptimizerSection:
+        given = self._given()
+        if self.factory is not None:
+            _refuse_with_factory(given, self.model_fields_set)
+        else:
+            check_arguments(self.name, {key: value for key, value in given.items() if key != "learning_rate"})
+        known = OPTIMIZERS[self.name]
+        defaults = {"learning_rate": known.learning_rate} | {key: known.arguments.get(key) for key in COMMON}
+        # Not through the constructor: what was given has to stay distinct from what was not, for `--set`.
+        for key in defaults.keys() - given.keys():
+            self.__dict__[key] = None if self.factory is not None else defaults[key]
+        return self
+
+    def _given(self) -> dict[str, Any]:
+        """Return the arguments of the optimiser that were given; a key without a value counts as not given."""
+        common = {key: getattr(self, key) for key in ("learning_rate", *COMMON) if key in self.model_fields_set}
+        return {key: value for key, value in common.items() if value is not None} | (self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _former_name(self) -> OptimizerSection:
+        kept, now = self.momentum_at_aggregation, self.state_at_aggregation
+        if kept is None:
+            return self
+        if "state_at_aggregation" in self.model_fields_set and kept != now:
+            raise ValueError(
+                f"optimizer.momentum_at_aggregation = '{kept}' is the former name of optimizer.state_at_aggregation, "
+                f"which is '{now}': give only the latter"
+            )
+        self.__dict__.update(state_at_aggregation=kept, momentum_at_aggregation=None)
+        self.model_fields_set.add("state_at_aggregation")
+        return self
+
+
+def _refuse_with_factory(given: Mapping[str, Any], keys: set[str]) -> None:
+    extra = next((key for key in (*given, "name") if key in given or key in keys), None)
+    if extra is not None:
+        raise ValueError(
+            f"optimizer.{extra} is given with optimizer.factory, which makes the optimiser with all of its arguments: "
+            "give only one of them"
+        )
 
 
 class DataSection(_Section):
@@ -394,6 +459,16 @@ class Config(_Section):
         return self
 
 
+def hints(config: Config) -> list[str]:
+    """Return a sentence about each key that has another name now."""
+    if "momentum_at_aggregation" not in config.optimizer.model_fields_set:
+        return []
+    return [
+        "optimizer.momentum_at_aggregation is now optimizer.state_at_aggregation, for all optimisers; the former name "
+        "is still accepted."
+    ]
+
+
 def refuse_cut_points(config: Config) -> None:
     """Raise ConfigError if cut points are given for one of pipar's own networks."""
     if config.model.cut_points is not None:
@@ -425,11 +500,11 @@ def check_private_updates(config: Config) -> None:
             f"Noise on updates (privacy.noise_multiplier, privacy.target_epsilon) needs one of the methods fl, sfl and "
             f"pipar, but run.method is '{config.run.method}'"
         )
-    if config.optimizer.momentum_at_aggregation == "keep":
+    if config.optimizer.state_at_aggregation == "keep":
         raise ValueError(
-            "optimizer.momentum_at_aggregation = 'keep' cannot be combined with noise on updates "
-            "(privacy.noise_multiplier, privacy.target_epsilon): momentum of layers that change sides would be sent "
-            "without noise. Write 'reset'"
+            "optimizer.state_at_aggregation = 'keep' cannot be combined with noise on updates "
+            "(privacy.noise_multiplier, privacy.target_epsilon): optimiser state of layers that change sides would be "
+            "sent without noise. Write 'reset'"
         )
 
 

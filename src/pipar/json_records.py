@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeGuard
 
@@ -52,8 +53,8 @@ def only_fields(record: type, tree: Any) -> dict[str, Any]:
     return dict(tree)
 
 
-def read_fields(record: type, text: str, version: int) -> dict[str, Any]:
-    """Return the values of a record from JSON whose `format` is this version."""
+def read_fields(record: type, text: str, version: int, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the values of a record from JSON whose `format` is this version; those with `defaults` may be missing."""
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -61,7 +62,7 @@ def read_fields(record: type, text: str, version: int) -> dict[str, Any]:
     if not isinstance(tree, dict) or tree.get("format") != version:
         given = repr(tree.get("format")) if isinstance(tree, dict) else "missing"
         raise ConfigError(f"its format is {given}, not {version}, the only one that this version reads.")
-    return only_fields(record, {key: value for key, value in tree.items() if key != "format"})
+    return only_fields(record, {**(defaults or {}), **{key: value for key, value in tree.items() if key != "format"}})
 
 
 def list_of(value: Any, key: str) -> list[Any]:

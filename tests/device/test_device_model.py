@@ -14,7 +14,7 @@ from pipar.methods import Plan
 from pipar.wire.messages import Body, Kind, Message
 from pipar.wire.orders import Orders
 
-ORDERS = Orders(1, Plan(1, 5), 2, 10, batch_statistics=False, keep_momentum=False)
+ORDERS = Orders(1, Plan(1, 5), 2, 10, batch_statistics=False, keep_state=False)
 FROZEN, CHANGING = 1000, 50
 WHOLE = FROZEN + CHANGING
 
@@ -22,7 +22,7 @@ WHOLE = FROZEN + CHANGING
 class Part:
     frozen_bytes = FROZEN
 
-    def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None:
+    def unpack_and_install(self, body: Body, *, keep_state: bool) -> None:
         pass
 
     def pack(self, *, changes: bool) -> Body:  # noqa: ARG002

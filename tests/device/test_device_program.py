@@ -40,7 +40,7 @@ ORDERS = Orders(
     layers=2,
     batch_size=10,
     batch_statistics=False,
-    keep_momentum=False,
+    keep_state=False,
 )
 MODEL = Message(Kind.MODEL, 0, body=Body(16, encoding="safetensors"))
 Script = Callable[[Channel], Awaitable[None]]
@@ -249,7 +249,7 @@ def test_a_device_answers_a_plan_that_moves_layers_with_their_momentum_if_it_is_
     async def script(channel: Channel) -> None:
         await channel.receive()
         plan = Message(Kind.PLAN, 1, body=plan_body(Plan(2, 3)))
-        channel.post(welcome(replace(ORDERS, keep_momentum=keep)))
+        channel.post(welcome(replace(ORDERS, keep_state=keep)))
         for message in (MODEL, plan, plan):  # the second one moves nothing
             channel.post(message)
         if keep:
@@ -419,7 +419,7 @@ BREACHES: dict[str, tuple[list[Message], str]] = {
     "momentum that is not awaited": ([welcome(), Message(Kind.STATE, 1)], "no layers have moved"),
     "momentum twice": (
         [
-            welcome(replace(ORDERS, keep_momentum=True)),
+            welcome(replace(ORDERS, keep_state=True)),
             MODEL,
             Message(Kind.PLAN, 1, body=plan_body(Plan(2, 1))),
             Message(Kind.STATE, 1),

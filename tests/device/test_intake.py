@@ -39,7 +39,7 @@ PROFILE = Profile(
 PART_BYTES = (16, 20_000_016)
 TERMS = Terms(PART_BYTES)
 ORDERS = Orders(
-    session=1, plan=Plan(1, 5), layers=2, batch_size=10, batch_statistics=False, keep_momentum=False
+    session=1, plan=Plan(1, 5), layers=2, batch_size=10, batch_statistics=False, keep_state=False
 )  # fmt: skip
 MODEL = Message(Kind.MODEL, 0, body=Body(16, encoding="safetensors"))
 Script = Callable[[MemoryTransport], Awaitable[None]]
@@ -152,7 +152,7 @@ OVERSIZED = {
     "the model of a part that it does not have": [welcome(), Message(Kind.MODEL, 0, body=Body(20_000_016))],
     "a model before a plan for it": [welcome(), MODEL, Message(Kind.MODEL, 0, body=Body(20_000_016)), plan(2)],
     "momentum": [
-        welcome(replace(ORDERS, keep_momentum=True)), MODEL, plan(2), Message(Kind.STATE, 1, body=Body(22_000_000)),
+        welcome(replace(ORDERS, keep_state=True)), MODEL, plan(2), Message(Kind.STATE, 1, body=Body(22_000_000)),
     ],
     "momentum that is not kept": [welcome(), MODEL, plan(2), Message(Kind.STATE, 1, body=Body(20_000_000))],
     "a gradient": [

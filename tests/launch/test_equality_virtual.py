@@ -352,7 +352,7 @@ def test_wrong_weighting_of_samples_would_be_detected(method: str, loss: Callabl
 @pytest.mark.slow
 def test_a_wrong_rule_for_momentum_would_be_detected(method: str) -> None:
     case = Case(method, (2,))
-    assert largest_error(reference_state(case, keep_momentum=True), reference_state(case)) > VISIBLE
+    assert largest_error(reference_state(case, keep_state=True), reference_state(case)) > VISIBLE
 
 
 @pytest.mark.parametrize("method", ["fl", "sfl2"])

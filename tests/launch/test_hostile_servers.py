@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LAYERS = 5  # of the case's network
 HUGE = Body(2_400_000_000, encoding="safetensors")
-ORDERS = Orders(session=3, plan=Plan(1, 2), layers=LAYERS, batch_size=10, batch_statistics=False, keep_momentum=False)
+ORDERS = Orders(session=3, plan=Plan(1, 2), layers=LAYERS, batch_size=10, batch_statistics=False, keep_state=False)
 WELCOME = Message(Kind.WELCOME, body=ORDERS.to_body())
 
 

@@ -28,7 +28,8 @@ from torch import nn
 from pipar import random_streams
 from pipar.job.model_setup import make_learner, measure_test_accuracy
 from pipar.nn.models import uses_batch_statistics
-from pipar.nn.parts import Optimizer, TorchDevicePart
+from pipar.nn.optimizers import sgd
+from pipar.nn.parts import TorchDevicePart
 from pipar.nn.tensors import read_state, state_body
 
 CLASSIC = (("clip", 0.02), ("noise_multiplier", 0.8))
@@ -202,8 +203,8 @@ def test_labels_are_drawn_once_for_all_epochs_and_replaced_only_where_they_are_s
 
 
 def part(module: nn.Sequential) -> TorchDevicePart:
-    made = TorchDevicePart(module, Optimizer(), has_loss=False, keeps_base=True)
-    made.unpack_and_install(state_body({k: v.clone() for k, v in module.state_dict().items()}), keep_momentum=False)
+    made = TorchDevicePart(module, sgd(), has_loss=False, keeps_base=True)
+    made.unpack_and_install(state_body({k: v.clone() for k, v in module.state_dict().items()}), keep_state=False)
     return made
 
 

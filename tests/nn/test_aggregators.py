@@ -22,7 +22,7 @@ from pipar.nn.aggregators import Aggregator, DeviceModel, DeviceModels
 from pipar.nn.averaging import federated_average
 from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.named_aggregators import make_aggregator
-from pipar.nn.parts import Optimizer
+from pipar.nn.optimizers import sgd
 from pipar.nn.robust_aggregators import krum_scores
 from pipar.nn.split import split_model
 from pipar.nn.tensors import state_body, weights_sha256
@@ -364,7 +364,7 @@ def trained(seed: int) -> State:
 
 
 def learner(aggregator: Aggregator, split_points: dict[str, int], *, shared: bool = False) -> TorchLearner:
-    settings = LearnerSettings(Optimizer(), classes=3, shares_server_model=shared)
+    settings = LearnerSettings(sgd(), classes=3, shares_server_model=shared)
     return TorchLearner(network(), split_points, settings, aggregator)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from pipar.errors import ProtocolError
 from pipar.nn.crossing import Received
 from pipar.nn.line import Line
-from pipar.nn.parts import MicroBatch, Optimizer, TorchDevicePart, TorchServerPart
+from pipar.nn.optimizers import sgd
+from pipar.nn.parts import MicroBatch, TorchDevicePart, TorchServerPart
 from pipar.wire.frames import Assembler, cut_message, pack_frame, unpack_frame
 from pipar.wire.messages import Kind, Message, TensorPart
 
@@ -50,8 +51,8 @@ def parts() -> tuple[TorchDevicePart, TorchServerPart]:
     stages = {"first": First(), "second": Second()}
     lines = [Line({name: stage}, {name: stage.state_dict(keep_vars=True)}) for name, stage in stages.items()]
     rounding = lambda *_: np.random.default_rng(0)  # noqa: E731
-    device = TorchDevicePart(lines[0], Optimizer(), has_loss=False, rounding=rounding)
-    return device, TorchServerPart(lines[1], Optimizer(), classes=3, rounding=rounding)
+    device = TorchDevicePart(lines[0], sgd(), has_loss=False, rounding=rounding)
+    return device, TorchServerPart(lines[1], sgd(), classes=3, rounding=rounding)
 
 
 def piece() -> MicroBatch:

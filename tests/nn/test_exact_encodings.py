@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from pipar.nn.models import build_model
-from pipar.nn.parts import MicroBatch, Optimizer, TorchDevicePart, TorchServerPart, cut_micro_batches
+from pipar.nn.optimizers import sgd
+from pipar.nn.parts import MicroBatch, TorchDevicePart, TorchServerPart, cut_micro_batches
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.split import split_model
 from pipar.nn.tensors import weights_sha256
@@ -39,8 +40,8 @@ def travel(kind: Kind, piece: MicroBatch, body: Body) -> Message:
 def trained(model: nn.Sequential, split_point: int, up: str, down: str, batches: list[list[MicroBatch]]) -> str:
     """Return the hash of all weights after an epoch."""
     front, rest = split_model(model, split_point)
-    device = TorchDevicePart(front, Optimizer(), has_loss=False)
-    server = TorchServerPart(rest, Optimizer(), classes=10)
+    device = TorchDevicePart(front, sgd(), has_loss=False)
+    server = TorchServerPart(rest, sgd(), classes=10)
     for pieces in batches:
         activations = [device.forward(1 + n, piece) for n, piece in enumerate(pieces)]
         for n, (piece, activation) in enumerate(zip(pieces, activations, strict=True), start=1):

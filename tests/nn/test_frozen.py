@@ -10,7 +10,8 @@ from torch import nn
 from pipar.errors import ModelError, ProtocolError
 from pipar.nn.frozen import changing_state, check_stays_frozen, check_trains, freeze, frozen_layers, frozen_names
 from pipar.nn.learner import LearnerSettings, TorchLearner
-from pipar.nn.parts import MicroBatch, Optimizer, TorchDevicePart
+from pipar.nn.optimizers import sgd
+from pipar.nn.parts import MicroBatch, TorchDevicePart
 from pipar.nn.tensors import read_state, state_body
 from pipar.wire.messages import Body
 from pipar.wire.orders import TrainedPart
@@ -26,7 +27,7 @@ def received(body: Body) -> Body:
 
 
 def learner(model: nn.Sequential) -> TorchLearner:
-    return TorchLearner(model, {"a": 4, "b": 4}, LearnerSettings(Optimizer(), classes=2))
+    return TorchLearner(model, {"a": 4, "b": 4}, LearnerSettings(sgd(), classes=2))
 
 
 # --- which
@@ -105,12 +106,12 @@ def test_a_device_gets_frozen_parameters_once_and_never_returns_them() -> None:
     source, model = network(), network()
     for one in (source, model):
         freeze(one, ["1.*", "2.*"])
-    part = TorchDevicePart(model, Optimizer(), has_loss=True, keeps_base=True)
-    part.unpack_and_install(received(state_body(source.state_dict())), keep_momentum=False)
+    part = TorchDevicePart(model, sgd(), has_loss=True, keeps_base=True)
+    part.unpack_and_install(received(state_body(source.state_dict())), keep_state=False)
     assert torch.equal(model[1].weight, source[1].weight)
     with torch.no_grad():
         source[3].weight += 1
-    part.unpack_and_install(received(state_body(changing_state(source))), keep_momentum=False)
+    part.unpack_and_install(received(state_body(changing_state(source))), keep_state=False)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in source.state_dict().items())
     for changes in (False, True):
         assert set(read_state(received(part.pack(changes=changes)), changing_state(model))) == set(
@@ -121,30 +122,32 @@ def test_a_device_gets_frozen_parameters_once_and_never_returns_them() -> None:
 def test_the_first_model_must_have_the_frozen_parameters() -> None:
     model = network()
     freeze(model, ["1.*"])
-    part = TorchDevicePart(model, Optimizer(), has_loss=True)
+    part = TorchDevicePart(model, sgd(), has_loss=True)
     with pytest.raises(ProtocolError, match=r"'1\.weight' is in only one"):
-        part.unpack_and_install(received(state_body(changing_state(model))), keep_momentum=False)
+        part.unpack_and_install(received(state_body(changing_state(model))), keep_state=False)
 
 
 @pytest.mark.parametrize("missing", ["3.weight", "2.running_mean"])
 def test_no_other_entry_may_be_missing(missing: str) -> None:
     model = network()
     freeze(model, ["1.*", "2.*"])
-    part = TorchDevicePart(model, Optimizer(), has_loss=True)
-    part.unpack_and_install(received(state_body(model.state_dict())), keep_momentum=False)
+    part = TorchDevicePart(model, sgd(), has_loss=True)
+    part.unpack_and_install(received(state_body(model.state_dict())), keep_state=False)
     state = {name: value for name, value in changing_state(model).items() if name != missing}
     with pytest.raises(ProtocolError, match="is in only one"):
-        part.unpack_and_install(received(state_body(state)), keep_momentum=False)
+        part.unpack_and_install(received(state_body(state)), keep_state=False)
 
 
 def test_only_trained_parameters_have_momentum() -> None:
     model = network()
     freeze(model, ["1.*", "2.*"])
-    part = TorchDevicePart(model, Optimizer(), has_loss=True)
+    part = TorchDevicePart(model, sgd(), has_loss=True)
     part.forward(1, MicroBatch(torch.rand(4, 4), torch.tensor([0, 1, 0, 1]), 4))
     part.backward(1, None)
     part.step()
-    assert set(part.momentum()) == {"3.weight", "3.bias", "4.weight", "4.bias"}
+    assert set(part.optimizer_state()) == {
+        f"{name}/momentum_buffer" for name in ("3.weight", "3.bias", "4.weight", "4.bias")
+    }
 
 
 # --- on the server
@@ -186,7 +189,7 @@ class Scaled(nn.Module):
 
 def test_aggregation_keeps_buffers_that_are_not_saved() -> None:
     server = TorchLearner(
-        nn.Sequential(nn.Linear(4, 3), Scaled(), nn.Linear(3, 2)), {"a": 1}, LearnerSettings(Optimizer(), classes=2)
+        nn.Sequential(nn.Linear(4, 3), Scaled(), nn.Linear(3, 2)), {"a": 1}, LearnerSettings(sgd(), classes=2)
     )
     server.aggregate([TrainedPart("a", received(server.pack("a")), 1)])
     assert torch.equal(server.model[1].scale, torch.full((3,), 7.0))

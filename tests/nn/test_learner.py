@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from pipar.errors import ProtocolError
 from pipar.nn.averaging import federated_average
 from pipar.nn.learner import LearnerSettings, TorchLearner, evaluate_batch
-from pipar.nn.parts import Optimizer, Part, TorchDevicePart
+from pipar.nn.optimizers import sgd
+from pipar.nn.parts import Part, TorchDevicePart
 from pipar.nn.split import split_model
 from pipar.nn.tensors import read_state, state_body, weights_sha256
 from pipar.wire.messages import EMPTY, Body
@@ -28,13 +29,13 @@ def network() -> nn.Sequential:
 
 
 def learner(
-    split_points: dict[str, int], *, shared: bool = False, keep_momentum: bool = False, proximal: float = 0.0
+    split_points: dict[str, int], *, shared: bool = False, keep_state: bool = False, proximal: float = 0.0
 ) -> TorchLearner:
     settings = LearnerSettings(
-        Optimizer(learning_rate=0.1, momentum=0.9),
+        sgd(learning_rate=0.1, momentum=0.9),
         classes=3,
         shares_server_model=shared,
-        keep_momentum=keep_momentum,
+        keep_state=keep_state,
         proximal=proximal,
     )
     return TorchLearner(network(), split_points, settings)
@@ -129,7 +130,7 @@ def test_without_sharing_each_device_has_its_own_replica() -> None:
 
 
 def test_the_progress_of_a_lost_device_is_discarded() -> None:
-    one = learner({"a": 1, "b": 1}, keep_momentum=True)
+    one = learner({"a": 1, "b": 1}, keep_state=True)
     step_with(one.replica("a"), 1.0)
     step_with(one.replica("b"), 1.0)
     of_b = copy.deepcopy(one.replica("b").state())
@@ -173,7 +174,7 @@ def test_a_shared_model_resumed_from_a_checkpoint_rewinds_to_it() -> None:
     one.restore(before.snapshot())
     step_with(one.replica("a"), 3.0)
     one.rewind_shared_model()
-    assert same(one.replica("a").momentum(), before.replica("a").momentum())
+    assert same(one.replica("a").optimizer_state(), before.replica("a").optimizer_state())
     assert same(one.replica("a").state(), before.replica("a").state())
 
 
@@ -188,12 +189,12 @@ def test_a_restore_point_restores_the_global_model_after_any_aggregation() -> No
 
 
 def test_a_device_whose_progress_was_discarded_takes_no_momentum_to_another_cut() -> None:
-    one = learner({"a": 1, "b": 1}, keep_momentum=True)
+    one = learner({"a": 1, "b": 1}, keep_state=True)
     step_with(one.replica("a"), 1.0)
     one.discard_progress("a")
     leaving = one.move_cuts({"a": 2, "b": 2})
     assert {name: read_state(body) for name, body in leaving.items()} == {"a": {}, "b": {}}
-    one.replica("a").receive_momentum(state_body({}))  # the answer of a device that has discarded its own
+    one.replica("a").receive_state(state_body({}))  # the answer of a device that has discarded its own
 
 
 def test_another_device_may_join_a_shared_model_at_the_same_cut() -> None:
@@ -207,7 +208,7 @@ def test_another_device_may_join_a_shared_model_at_the_same_cut() -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_replicas_momentum_is_kept_or_reset_at_the_aggregation(keep: bool) -> None:
-    one = learner({"a": 1}, keep_momentum=keep)
+    one = learner({"a": 1}, keep_state=keep)
     replica = one.replica("a")
     for parameter in replica.module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -232,7 +233,7 @@ def test_a_replica_is_pulled_towards_the_global_model_of_its_round(shared: bool)
             weight.copy_(one.state()["2.weight"] + 2)
         before = weight.detach().clone()
         weight.grad = torch.zeros_like(weight)
-        replica._torch_optimizer = Optimizer(learning_rate=1.0, momentum=0.0).over(replica.module)
+        replica._steps = sgd(learning_rate=1.0, momentum=0.0).over(replica.module)
         replica.step()
         return before - weight.detach()
 
@@ -265,18 +266,18 @@ def test_a_replica_at_a_new_cut_starts_from_the_global_model(before: int, after:
 
 
 def test_momentum_moves_with_its_layer() -> None:
-    one = learner({"a": 1}, keep_momentum=True)
+    one = learner({"a": 1}, keep_state=True)
     step_with(one.replica("a"), 1.0)
     leaving = read_state(one.move_cuts({"a": 2})["a"])
     assert {name: set(momentum.flatten().tolist()) for name, momentum in leaving.items()} == {
-        "1.weight": {1.0},
-        "1.bias": {1.0},
+        "1.weight/momentum_buffer": {1.0},
+        "1.bias/momentum_buffer": {1.0},
     }
     before = copy.deepcopy(one.replica("a").state())
     step_with(one.replica("a"), 0.0)
     assert torch.allclose(one.replica("a").state()["2.bias"], before["2.bias"] - 0.1 * 0.9)
     assert read_state(one.move_cuts({"a": 1})["a"]) == {}
-    one.replica("a").receive_momentum(state_body({"1.bias": torch.full((5,), 2.0, dtype=torch.float64)}))
+    one.replica("a").receive_state(state_body({"1.bias/momentum_buffer": torch.full((5,), 2.0, dtype=torch.float64)}))
     before = copy.deepcopy(one.replica("a").state())
     step_with(one.replica("a"), 0.0)
     assert torch.allclose(one.replica("a").state()["1.bias"], before["1.bias"] - 0.1 * 0.9 * 2.0)
@@ -286,22 +287,24 @@ def test_momentum_moves_with_its_layer() -> None:
 @pytest.mark.parametrize(
     "state",
     [
-        {"0.bias": torch.zeros(5, dtype=torch.float64)},
-        {"2.bias": torch.zeros(3, dtype=torch.float64)},
-        {"1.bias": torch.zeros(6, dtype=torch.float64)},
-        {"1.bias": torch.zeros(5, dtype=torch.float32)},
-        {"1.running_mean": torch.zeros(5, dtype=torch.float64)},
+        {"0.bias/momentum_buffer": torch.zeros(5, dtype=torch.float64)},
+        {"2.bias/momentum_buffer": torch.zeros(3, dtype=torch.float64)},
+        {"1.bias/momentum_buffer": torch.zeros(6, dtype=torch.float64)},
+        {"1.bias/momentum_buffer": torch.zeros(5, dtype=torch.float32)},
+        {"1.running_mean/momentum_buffer": torch.zeros(5, dtype=torch.float64)},
+        {"1.bias/exp_avg": torch.zeros(5, dtype=torch.float64)},
+        {"1.bias": torch.zeros(5, dtype=torch.float64)},
     ],
-    ids=["not here", "did not move", "shape", "dtype", "no weight"],
+    ids=["not here", "did not move", "shape", "dtype", "no weight", "another optimiser", "no key"],
 )
 def test_momentum_that_does_not_fit_the_layers_that_moved_is_refused(state: dict[str, torch.Tensor]) -> None:
-    one = learner({"a": 2}, keep_momentum=True)
+    one = learner({"a": 2}, keep_state=True)
     one.replica("a")
     one.move_cuts({"a": 1})
     with pytest.raises(ProtocolError, match="does not fit the layers that moved"):
-        one.replica("a").receive_momentum(state_body(state))
+        one.replica("a").receive_state(state_body(state))
     with pytest.raises(ProtocolError, match="not valid safetensors"):
-        one.replica("a").receive_momentum(Body.of(b"not a model"))
+        one.replica("a").receive_state(Body.of(b"not a model"))
 
 
 @pytest.mark.parametrize("change", ["name", "shape", "dtype", "missing", "bytes"])
@@ -336,12 +339,13 @@ def test_a_model_that_is_not_finite_is_refused_with_its_device_and_not_averaged(
 
 
 def test_momentum_that_is_not_finite_is_refused() -> None:
-    one = learner({"a": 2}, keep_momentum=True)
+    one = learner({"a": 2}, keep_state=True)
     one.replica("a")
     one.move_cuts({"a": 1})
-    moved = {name: torch.full_like(value, float("nan")) for name, value in one.replica("a")._new.items()}
-    with pytest.raises(ProtocolError, match=r"momentum .* has values that are infinite"):
-        one.replica("a").receive_momentum(state_body(moved))
+    new = one.replica("a")._new
+    moved = {f"{name}/momentum_buffer": torch.full_like(value, float("nan")) for name, value in new.items()}
+    with pytest.raises(ProtocolError, match=r"optimiser state .* has values that are infinite"):
+        one.replica("a").receive_state(state_body(moved))
 
 
 def test_devices_with_one_split_point_share_the_packed_bytes() -> None:
@@ -388,7 +392,7 @@ def test_weights_that_two_layers_share_are_shared_after_an_aggregation() -> None
     model[2] = nn.Linear(5, 4).double()
     model.append(nn.Linear(4, 5).double())
     model[3].weight = model[0].weight
-    one = TorchLearner(model, {"a": 4}, LearnerSettings(Optimizer(), classes=3))
+    one = TorchLearner(model, {"a": 4}, LearnerSettings(sgd(), classes=3))
     one.aggregate([TrainedPart("a", state_body(changed(model.state_dict(), 1)), 1)])
     assert one.model[3].weight is one.model[0].weight
 
@@ -409,8 +413,8 @@ def test_the_packed_state_is_a_safetensors_file_of_the_global_model() -> None:
 
 def test_changes_restore_every_bit_and_the_previous_model_is_kept_only_for_them() -> None:
     one = learner({"a": 2})
-    part = TorchDevicePart(split_model(network(), 2)[0], Optimizer(), has_loss=False, keeps_base=True)
-    part.unpack_and_install(one.pack("a"), keep_momentum=False)
+    part = TorchDevicePart(split_model(network(), 2)[0], sgd(), has_loss=False, keeps_base=True)
+    part.unpack_and_install(one.pack("a"), keep_state=False)
     with torch.no_grad():
         for weight in part.module.parameters():
             weight += 1e-6 * torch.randn(weight.shape, dtype=weight.dtype)
@@ -423,7 +427,7 @@ def test_changes_restore_every_bit_and_the_previous_model_is_kept_only_for_them(
     assert same(split_model(one.model, 2)[0].state_dict(), part.state())
     changes = one.pack("a", changes=True)
     assert changes.encoding == "changes"
-    part.unpack_and_install(changes, keep_momentum=False)
+    part.unpack_and_install(changes, keep_state=False)
     assert same(split_model(one.model, 2)[0].state_dict(), part.state())
 
     one.aggregate([TrainedPart("a", part.pack(), 1)])

@@ -16,12 +16,13 @@ from torch.nn import functional as F
 
 from pipar import random_streams
 from pipar.errors import ProtocolError
-from pipar.nn.parts import MicroBatch, Optimizer, TorchDevicePart, TorchServerPart, cut_micro_batches
+from pipar.nn.optimizers import sgd
+from pipar.nn.parts import MicroBatch, TorchDevicePart, TorchServerPart, cut_micro_batches
 from pipar.nn.split import split_model
 from pipar.nn.tensors import read_state, state_body, tensor_body
 from pipar.wire.messages import Body, Kind, Message
 
-SGD = Optimizer(learning_rate=0.1, momentum=0.9)
+SGD = sgd(learning_rate=0.1, momentum=0.9)
 LAYERS = 5
 
 
@@ -173,7 +174,7 @@ def test_momentum_is_kept_or_reset_when_a_model_is_installed(keep: bool) -> None
         device, _ = parts(model, LAYERS)
         for seed in (1, 2):
             if seed == 2 and install:
-                device.unpack_and_install(state_body(copy.deepcopy(device.state())), keep_momentum=keep)
+                device.unpack_and_install(state_body(copy.deepcopy(device.state())), keep_state=keep)
             (piece,) = cut_micro_batches(*batch(6, seed=seed), [6])
             device.forward(1, piece)
             device.backward(1, None)
@@ -187,7 +188,7 @@ def test_an_installed_model_replaces_weights_and_buffers_bit_for_bit() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     device, _ = parts(model, 2)
     state = {name: tensor + 1 for name, tensor in device.state().items()}
-    device.unpack_and_install(state_body(state), keep_momentum=False)
+    device.unpack_and_install(state_body(state), keep_state=False)
     assert all(torch.equal(device.state()[name], tensor) for name, tensor in state.items())
 
 
@@ -202,7 +203,7 @@ def test_a_model_that_does_not_fit_is_refused(change: str) -> None:
     else:
         state["0.bias"] = torch.zeros(7)
     with pytest.raises(ProtocolError, match="does not fit this part"):
-        device.unpack_and_install(state_body(state), keep_momentum=False)
+        device.unpack_and_install(state_body(state), keep_state=False)
 
 
 # --- messages that a peer may send
@@ -285,14 +286,14 @@ def test_labels_outside_the_classes_are_refused() -> None:
     ],
 )
 def test_a_body_that_is_no_tensor_is_refused_before_its_gradient_is_cut_into_chunks(body: Body) -> None:
-    server = TorchServerPart(nn.Sequential(nn.Linear(12, 3)).double(), Optimizer(), classes=3)
+    server = TorchServerPart(nn.Sequential(nn.Linear(12, 3)).double(), sgd(), classes=3)
     with pytest.raises(ProtocolError):
         server.chunk_bytes(Message(Kind.ACTIVATION, 1, 1, 1, 2, 2, body), "planes")
 
 
 def test_rounding_depends_on_the_place_of_a_micro_batch() -> None:
     rounding = partial(random_streams.generator, 1, "rounding")
-    part = TorchDevicePart(nn.Sequential(nn.Linear(4, 64)), Optimizer(), has_loss=False, rounding=rounding)
+    part = TorchDevicePart(nn.Sequential(nn.Linear(4, 64)), sgd(), has_loss=False, rounding=rounding)
     piece = MicroBatch(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64), 2)
     output = part.forward(1, piece)
 

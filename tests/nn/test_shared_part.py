@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipar.errors import UnusableStepError
-from pipar.nn.parts import Optimizer
+from pipar.nn.optimizers import sgd
 from pipar.nn.shared_part import SharedServerPart
 from pipar.nn.tensors import tensor_body
 from pipar.wire.messages import Kind, Message
@@ -21,7 +21,7 @@ LABELS = (torch.arange(6) % 3, 6)
 def shared_part(rate: float = 0.1, *, trusts_devices: bool = False) -> SharedServerPart:
     torch.manual_seed(0)
     module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
-    part = SharedServerPart(module, Optimizer(rate, momentum=0.9), classes=3)
+    part = SharedServerPart(module, sgd(rate, momentum=0.9), classes=3)
     part.trusts_devices = trusts_devices
     return part
 
@@ -33,7 +33,7 @@ def train(part: SharedServerPart, inputs: torch.Tensor, *, step: bool = True) ->
 
 
 def everything(part: SharedServerPart) -> dict[str, torch.Tensor]:
-    momentum = {f"momentum of {name}": tensor for name, tensor in part.momentum().items()}
+    momentum = {f"momentum of {name}": tensor for name, tensor in part.optimizer_state().items()}
     return copy.deepcopy({**part.state(), **momentum})
 
 
@@ -115,7 +115,7 @@ def test_statistics_near_overflow_refuse_the_step() -> None:
 def test_installed_statistics_are_what_a_discarded_batch_returns_to() -> None:
     part, other = shared_part(), shared_part()
     train(other, torch.randn(6, 4))
-    part.install(other.state(), keep_momentum=False)
+    part.install(other.state(), keep_state=False)
     train(part, torch.randn(6, 4), step=False)
     part.discard()
     assert same(part.state(), other.state())
@@ -157,7 +157,7 @@ def test_statistics_cannot_be_raised_slowly_by_one_device() -> None:
                 part.step()
                 counted[device] += 1
             part.discard()
-        part.install(part.state(), keep_momentum=True)  # the next round
+        part.install(part.state(), keep_state=True)  # the next round
         scale *= 1.5
     assert counted == {"a": 40, "b": 40, "c": counted["c"]}
     assert counted["c"] < 30
@@ -183,7 +183,7 @@ def test_statistics_of_all_devices_may_grow_together() -> None:
 
 def test_the_shape_of_one_devices_activations_does_not_bind_the_next_device() -> None:
     module = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8, 3))
-    part = SharedServerPart(module, Optimizer(0.1), classes=3)
+    part = SharedServerPart(module, sgd(0.1), classes=3)
     for size in (4, 8):
         body = tensor_body(torch.randn(6, 2, size, size), torch.arange(6) % 3)
         message = Message(Kind.ACTIVATION, 1, 1, 1, 6, 6, body)

@@ -14,7 +14,8 @@ from torch import nn
 
 from pipar.errors import InputError
 from pipar.nn.learner import LearnerSettings, TorchLearner
-from pipar.nn.parts import Optimizer, TorchDevicePart, cut_micro_batches
+from pipar.nn.optimizers import sgd
+from pipar.nn.parts import TorchDevicePart, cut_micro_batches
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import split_model
 from pipar.nn.tensors import state_body, weights_sha256
@@ -24,7 +25,7 @@ from pipar.wire.orders import TrainedPart
 #: Names with dots, of which one is the start of the other: the layer "1.0" of a must not be taken for "0" of a.1.
 SPLIT_POINTS = {"a": 1, "a.1": 1}
 DIFFERENT_SPLIT_POINTS = {"a": 1, "a.1": 2}
-OPTIMIZER = Optimizer(learning_rate=0.1, momentum=0.9)
+OPTIMIZER = sgd(learning_rate=0.1, momentum=0.9)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ class World:
     """A learner and its devices' parts, which survive a restart of the server."""
 
     def __init__(self, split_points: dict[str, int], *, shared: bool = False, keep: bool = False) -> None:
-        self.settings = LearnerSettings(OPTIMIZER, classes=3, shares_server_model=shared, keep_momentum=keep)
+        self.settings = LearnerSettings(OPTIMIZER, classes=3, shares_server_model=shared, keep_state=keep)
         self.split_points = split_points
         self.learner = self.new_learner()
         self.parts = {
@@ -65,7 +66,7 @@ class World:
             ]
             self.learner.aggregate(returned)
             for device, part in self.parts.items():
-                part.unpack_and_install(self.learner.pack(device), keep_momentum=self.settings.keep_momentum)
+                part.unpack_and_install(self.learner.pack(device), keep_state=self.settings.keep_state)
         return self.learner.sha256()
 
     def _train_batch(self, device: str, part: TorchDevicePart, seed: int) -> None:
@@ -106,7 +107,7 @@ def test_resumed_training_is_the_same_bit_for_bit(split_points: dict[str, int], 
 
 @pytest.mark.parametrize(
     ("missing", "keep", "shared"),
-    [("momentum", True, False), ("momentum", False, True), ("random", False, False), ("model", False, False)],
+    [("optimizer", True, False), ("optimizer", False, True), ("random", False, False), ("model", False, False)],
 )
 def test_each_part_of_a_snapshot_matters(missing: str, keep: bool, shared: bool) -> None:
     world = World(SPLIT_POINTS, shared=shared, keep=keep)
@@ -131,7 +132,7 @@ def test_replicas_from_before_a_restore_are_discarded() -> None:
 def test_momentum_that_is_reset_is_not_in_a_snapshot() -> None:
     world = World(SPLIT_POINTS)
     world.train(range(1))
-    assert Snapshot.read(world.learner.snapshot()).momentum == {}
+    assert Snapshot.read(world.learner.snapshot()).optimizer == {}
 
 
 def test_taking_a_snapshot_changes_nothing_and_draws_no_random_number() -> None:
@@ -167,8 +168,8 @@ def test_momentum_of_devices_and_layers_that_are_gone_is_left_out() -> None:
     body = world.learner.snapshot()
     other = TorchLearner(network(), {"a": 2, "c": 1}, world.settings)
     other.restore(body)
-    assert set(other.replica("a").momentum()) == {"3.weight", "3.bias"}
-    assert other.replica("c").momentum() == {}
+    assert set(other.replica("a").optimizer_state()) == {"3.weight/momentum_buffer", "3.bias/momentum_buffer"}
+    assert other.replica("c").optimizer_state() == {}
     assert other.sha256() == world.learner.sha256()
 
 

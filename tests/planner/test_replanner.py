@@ -165,7 +165,7 @@ def test_layers_of_own_networks_move(make: Callable[[], nn.Sequential], aggregat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("every_round")
-@pytest.mark.parametrize("lost", ["receive_momentum", "_set_momentum"])
+@pytest.mark.parametrize("lost", ["receive_state", "_set_state"])
 def test_momentum_that_is_lost_on_the_way_would_be_detected(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("pipar", (2,), (7,), epochs=3, momentum="keep")
     monkeypatch.setattr(Part, lost, lambda *_: None)

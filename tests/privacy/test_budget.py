@@ -216,7 +216,7 @@ def test_orders_that_combine_noise_with_momentum_are_refused() -> None:
     orders = Orders(1, Plan(1, 1), 2, 10, False, True, noise_multiplier=1.0)
     with pytest.raises(ProtocolError, match="momentum that moves with layers"):
         Orders.read(Message(Kind.WELCOME, body=orders.to_body()))
-    assert Orders.read(Message(Kind.WELCOME, body=replace(orders, keep_momentum=False).to_body())).protects
+    assert Orders.read(Message(Kind.WELCOME, body=replace(orders, keep_state=False).to_body())).protects
 
 
 # --- the programs, in virtual time

@@ -130,7 +130,7 @@ def test_a_number_in_a_trace_costs_only_the_device_that_says_it(case: str) -> No
     ],
 )
 def test_a_device_refuses_orders_with_a_number_out_of_range(key: str, value: float) -> None:
-    orders = Orders(1, Plan(1, 2), 2, 10, batch_statistics=False, keep_momentum=False)
+    orders = Orders(1, Plan(1, 2), 2, 10, batch_statistics=False, keep_state=False)
     content = {name: one for name, one in orders.__dict__.items() if name != "plan"} | dict(orders.plan.__dict__)
     with pytest.raises(ProtocolError) as refused:
         Orders.read(Message(Kind.WELCOME, body=json_body({**content, key: value})))

@@ -568,7 +568,7 @@ def test_new_plans_are_adopted_with_a_device_lost_or_late(keep: bool) -> None:
     for cut, deadline_s, pause_s in ((8, None, 40.0), (11, None, 40.0), (None, 20.0, 1.0), (9, 20.0, 40.0)):
         outcome = train(
             [honest("a", 40), roaming("b", cut, speed=0.3, pause_s=pause_s)],
-            epochs=5, keep_momentum=keep, replan=back_and_forth, round_deadline_s=deadline_s, resume_window_s=5.0,
+            epochs=5, keep_state=keep, replan=back_and_forth, round_deadline_s=deadline_s, resume_window_s=5.0,
         )  # fmt: skip
         assert outcome.failure is None
         assert outcome.lives == [None, None]

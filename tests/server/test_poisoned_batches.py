@@ -50,7 +50,7 @@ def test_finite_activations_of_absurd_size_leave_the_weights_of_a_training_witho
         assert same(trained.state, expected.state), factor
         for body in trained.snapshots.values():
             saved = Snapshot.read(body)
-            tensors = [*saved.model.values(), *(one for state in saved.momentum.values() for one in state.values())]
+            tensors = [*saved.model.values(), *(one for state in saved.optimizer.values() for one in state.values())]
             assert all(torch.isfinite(tensor).all() for tensor in tensors)
 
 

@@ -243,9 +243,7 @@ SECOND = (Kind.ROUND, end_epoch(2, loss_sum=1.0), model(2), Kind.REPORT, trace(2
 
 @pytest.mark.usefixtures("every_round")
 def test_a_device_that_answers_a_plan_is_trained_with_by_it() -> None:
-    outcome = train(
-        [honest("a"), by_hand(*REPLANNED, *SECOND)], epochs=2, keep_momentum=True, replan=to_the_whole_network
-    )
+    outcome = train([honest("a"), by_hand(*REPLANNED, *SECOND)], epochs=2, keep_state=True, replan=to_the_whole_network)
     assert outcome.failure is None
     assert [result.samples for result in outcome.results] == [30, 30]
     assert outcome.left_running == 0
@@ -268,7 +266,7 @@ def test_a_device_that_answers_a_plan_wrongly_is_disconnected(
     keep: bool, said: tuple[Message, ...], reason: str
 ) -> None:
     script = (*EPOCH_BY_HAND[:-2], Kind.PLAN, Kind.REPORT, trace(), Kind.ROUND, *said)
-    outcome = train([honest("a"), by_hand(*script)], epochs=2, keep_momentum=keep, replan=to_the_whole_network)
+    outcome = train([honest("a"), by_hand(*script)], epochs=2, keep_state=keep, replan=to_the_whole_network)
     assert outcome.failure is None
     assert outcome.counted == [{"a": 20, "b": 10}, {"a": 20}]
     assert [(event.device, event.epoch) for event in outcome.of(Dropped)] == [("b", 2)]

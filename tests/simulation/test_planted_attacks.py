@@ -38,7 +38,7 @@ def quiet(seed: int, *faults: Fault, **changes: Any) -> Scenario:
         "plans": dict.fromkeys(scenario.names, Plan(1, 1)),
         "privacy": None,
         "replans": False,
-        "keep_momentum": False,
+        "keep_state": False,
         "min_devices": 1,
         "resume_window_s": 2.0,
         "round_deadline_s": 8.0,

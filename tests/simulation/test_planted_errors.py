@@ -52,7 +52,7 @@ def one_is_late(scenario: Scenario) -> Scenario:
     """Return a world in which rounds end without one of the devices, which stays."""
     late = [Fault(0.5 + n, "delay", scenario.names[0], 2.5, n) for n in range(12)]
     plans = {name: Plan(1, 2) for name in scenario.names}
-    return replace(scenario, method="pipar", plans=plans, faults=tuple(late), round_deadline_s=1.5, keep_momentum=False)
+    return replace(scenario, method="pipar", plans=plans, faults=tuple(late), round_deadline_s=1.5, keep_state=False)
 
 
 def one_is_poisoned(scenario: Scenario) -> Scenario:
@@ -76,7 +76,7 @@ def with_shared_model(scenario: Scenario, method: str) -> Scenario:
     cuts = [Fault(1.5 + n, "cut", name, 30.0, n) for n, name in enumerate(scenario.names)]
     plans = dict.fromkeys(scenario.names, Plan(2, 1))
     faults = tuple(sorted((*scenario.faults, *cuts)))
-    return replace(scenario, method=method, plans=plans, faults=faults, keep_momentum=False, resume_window_s=2.0)
+    return replace(scenario, method=method, plans=plans, faults=faults, keep_state=False, resume_window_s=2.0)
 
 
 @pytest.mark.slow

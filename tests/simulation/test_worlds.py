@@ -125,7 +125,7 @@ def test_every_invariant_holds_while_messages_are_partly_encoded(method: str, mo
                 round_deadline_s=4.0,
                 coded_chunk_bytes=300,
                 encoding="sparse-planes",
-                keep_momentum=False,
+                keep_state=False,
                 replans=False,
             )
         )

@@ -28,5 +28,6 @@ Small things to train, plan and send:
 Second implementations to compare with:
     reference           every training method, from its definition
     plain_aggregators   every aggregator, from its paper
+    plain_optimizers    federated learning with any optimiser, as a plain loop
     recursion           when each stage of an iteration ends, by the definition of the stage graph
 """

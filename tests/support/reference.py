@@ -28,7 +28,7 @@ class Rules:
     learning_rate: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 0.0
-    keep_momentum: bool = False
+    keep_state: bool = False
     loss: Callable[[Tensor, Tensor], Tensor] = field(default=F.cross_entropy)  # the mean over the batch
     proximal: float = 0.0  # mu of FedProx
     #: From the global model, the devices' models and their samples to the next global model; None: `average`.
@@ -63,7 +63,7 @@ def federated(model: nn.Module, data: Data, rules: Rules) -> State:
         new = combine(rules, before, [own.state_dict() for own in models], [samples(device[epoch]) for device in data])
         for own in models:
             own.load_state_dict(new)
-        if not rules.keep_momentum:
+        if not rules.keep_state:
             optimizers = [rules.optimizer(own) for own in models]
     return models[0].state_dict()
 
@@ -96,7 +96,7 @@ def splitfed_v2(model: nn.Sequential, data: Data, split_point: int, rules: Rules
         new = combine(rules, before, [front.state_dict() for front in fronts], counts)
         for front in fronts:
             front.load_state_dict(new)
-        if not rules.keep_momentum:
+        if not rules.keep_state:
             of_fronts = [rules.optimizer(front) for front in fronts]
     model[:split_point].load_state_dict(fronts[0].state_dict())
     return model.state_dict()

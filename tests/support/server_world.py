@@ -91,7 +91,7 @@ class Enrolled:
         if self._plan_joined is not None:
             plans = self._plan_joined({one.name: one.profile for one in introductions if one.profile is not None})
             self._orders = {
-                name: Orders(1, plans[name], 2, 10, False, one.keep_momentum) for name, one in self._orders.items()
+                name: Orders(1, plans[name], 2, 10, False, one.keep_state) for name, one in self._orders.items()
             }
         return self._orders
 
@@ -153,7 +153,7 @@ def train(
     done: Sequence[float] = (),
     validation: Sequence[tuple[int, Any]] = (),
     losses: Sequence[float] = (),
-    keep_momentum: bool = False,
+    keep_state: bool = False,
     plan_joined: PlanJoined | None = None,
     replan: Replan | None = None,
     min_devices: int = 1,
@@ -177,7 +177,7 @@ def train(
     noise = {} if terms is None else {"clip": terms.clip, "noise_multiplier": terms.multiplier}
     if terms is not None and terms.target_epsilon is not None:
         noise["budget"] = terms.budget
-    orders = {name: Orders(n, plan, 2, 10, False, keep_momentum, **noise) for n, name in enumerate(devices, start=1)}
+    orders = {name: Orders(n, plan, 2, 10, False, keep_state, **noise) for n, name in enumerate(devices, start=1)}
 
     def emit(result: EpochResult, spans: list[Span]) -> None:
         outcome.results.append(result)

@@ -70,6 +70,7 @@ class Case:
     cache: str | int = 2**30  # of activations
     cut_points: tuple[str, ...] | None = None
     batch_size: int = BATCH
+    optimizer: tuple[tuple[str, Any], ...] = ()  # more keys of [optimizer]
     even: bool = False  # all devices fast on unlimited links, so that real processes are quick
 
     def __str__(self) -> str:
@@ -89,7 +90,11 @@ class Case:
                 "trace": "full",
             },
             "model": self._model(),
-            "optimizer": {"momentum_at_aggregation": self.momentum, "weight_decay": self.weight_decay},
+            "optimizer": {
+                "state_at_aggregation": self.momentum,
+                **({"weight_decay": self.weight_decay} if self.weight_decay else {}),
+                **dict(self.optimizer),
+            },
             "data": {
                 "name": "synthetic",
                 "shape": list(self.shape),
@@ -134,7 +139,7 @@ class Case:
     def rules(self, **changes: Any) -> Rules:
         kept = self.momentum == "keep"
         proximal = dict(self.aggregation).get("proximal", 0.0)
-        return Rules(**{"weight_decay": self.weight_decay, "keep_momentum": kept, "proximal": proximal, **changes})
+        return Rules(**{"weight_decay": self.weight_decay, "keep_state": kept, "proximal": proximal, **changes})
 
 
 def hand_made_profile(

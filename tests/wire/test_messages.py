@@ -21,7 +21,7 @@ ORDERS = Orders(
     layers=5,
     batch_size=100,
     batch_statistics=False,
-    keep_momentum=True,
+    keep_state=True,
     proximal=0.25,
 )
 
@@ -133,7 +133,7 @@ def test_a_welcome_with_a_proximal_weight_that_is_not_a_positive_number_is_refus
 @pytest.mark.parametrize("noise", [{"clip": 1e-320}, {"clip": 0.0}, {"clip": 1e300}, {"noise_multiplier": 1e-160}])
 def test_a_welcome_with_noise_that_is_rounded_away_is_refused(noise: dict[str, float]) -> None:
     """Below the normal numbers, sigma C is rounded to less noise than is counted."""
-    orders = replace(ORDERS, keep_momentum=False, **{"noise_multiplier": 1.0, **noise})
+    orders = replace(ORDERS, keep_state=False, **{"noise_multiplier": 1.0, **noise})
     with pytest.raises(ProtocolError, match="it has to be from 1e-100 to"):
         Orders.read(Message(Kind.WELCOME, body=orders.to_body()))
 

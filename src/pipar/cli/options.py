@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from pipar.cli.completion_candidates import a_setting, one_of
-from pipar.config import DATASETS, MODELS, TRACKERS, Config
+from pipar.config import DATASETS, MODELS, TRACKERS, Config, hints
 from pipar.config_file import load_config
 from pipar.errors import InputError
 from pipar.links import NAMED_LINKS
@@ -190,7 +190,10 @@ def example(*lines: str) -> str:
 
 def load(config: Path | None, settings: Sequence[str]) -> Config:
     """Return the configuration of the command: the file, then --set, then the short options."""
-    return load_config(config, [*settings, *click.get_current_context().meta.get(_SETTINGS, [])])
+    loaded = load_config(config, [*settings, *click.get_current_context().meta.get(_SETTINGS, [])])
+    for hint in hints(loaded):
+        click.echo(hint, err=True)
+    return loaded
 
 
 def as_setting(error: click.NoSuchOption) -> str:

@@ -6,6 +6,7 @@ A device trusts its server with the training, but not with its memory: a server 
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass
 
 from pipar.errors import OrdersError
@@ -121,9 +122,15 @@ class Intake:
             self._terms.check(orders)
             part_bytes = self._terms.part_bytes[orders.plan.split_point - 1] + SMALL_BODY_BYTES
         self._orders, self._model_bytes = orders, part_bytes
-        self._state_bytes = part_bytes if orders.keep_momentum else SMALL_BODY_BYTES
+        self._state_bytes = part_bytes * self._state_copies if orders.keep_state else SMALL_BODY_BYTES
         kept = _MOST_UNACKNOWLEDGED_BATCHES * orders.plan.micro_batches + _MOST_UNACKNOWLEDGED
         self._channel.most_unacknowledged = max(kept, self._channel.most_unacknowledged or 0)
+
+    @property
+    def _state_copies(self) -> int:
+        """At most how many values an optimiser keeps for each weight."""
+        known = None if self._terms is None else self._terms.profile
+        return 1 if known is None else max(1, math.ceil(known.state_copies))
 
     def note(self, message: Message) -> None:
         """Take what this message of the server announces, or this one of the device asks for."""

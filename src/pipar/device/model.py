@@ -37,7 +37,7 @@ class DeviceSideModel:
         self._channel = channel
         self._guard = guard
         self._size_bytes: int | None = None  # of what is exchanged after a round; None before the first model
-        self._expects_momentum = False
+        self._expects_state = False
 
     @property
     def is_installed(self) -> bool:
@@ -46,7 +46,7 @@ class DeviceSideModel:
 
     async def install(self, message: Message) -> None:
         """Install the model that the server has sent, whole or as changes of the one before."""
-        body, keep = message.body, self.orders.keep_momentum
+        body, keep = message.body, self.orders.keep_state
         form = "changes" if body.encoding == "changes" else "raw"
         size_bytes = body.size_bytes
         if form == "raw":
@@ -59,10 +59,10 @@ class DeviceSideModel:
         else:
             size_bytes = self._size_bytes
         install = Work("install", message.epoch, size_bytes=size_bytes, encoding=form)
-        await self._compute.run((install, partial(self.part.unpack_and_install, body, keep_momentum=keep)))
+        await self._compute.run((install, partial(self.part.unpack_and_install, body, keep_state=keep)))
 
     async def adopt(self, message: Message) -> None:
-        """Continue with another plan; layers that leave this device take their momentum along if it is kept."""
+        """Continue with another plan; layers that leave this device take their optimiser state along if it is kept."""
         before, self.orders = self.orders, self.orders.changed_by(message)
         plan = self.orders.plan
         self._guard.accept_cut(plan.split_point, self.orders.layers)
@@ -71,21 +71,21 @@ class DeviceSideModel:
         build = Work("install", message.epoch)
         part, leaving = await self._compute.run((build, partial(self._rebuild, self.orders)))
         self.part, self._size_bytes = part, None  # the model for it follows the plan
-        if self.orders.keep_momentum:
+        if self.orders.keep_state:
             self._channel.post(Message(Kind.STATE, message.epoch, body=leaving))
-            self._expects_momentum = True
+            self._expects_state = True
 
     def _rebuild(self, orders: Orders) -> tuple[DevicePart, Body]:
         part = self._build_part(orders)
-        return part, part.carry_momentum_from(self.part) if orders.keep_momentum else EMPTY
+        return part, part.carry_state_from(self.part) if orders.keep_state else EMPTY
 
-    async def receive_momentum(self, message: Message) -> None:
-        """Install the momentum of layers that came from the server; their weights come with the model."""
-        if not self._expects_momentum:
+    async def receive_state(self, message: Message) -> None:
+        """Install the optimiser state of layers that came from the server; their weights come with the model."""
+        if not self._expects_state:
             raise ProtocolError(f"The server sent {message}, but no layers have moved.")
-        self._expects_momentum = False
+        self._expects_state = False
         install = Work("install", message.epoch, size_bytes=message.body.size_bytes)
-        await self._compute.run((install, partial(self.part.receive_momentum, message.body)))
+        await self._compute.run((install, partial(self.part.receive_state, message.body)))
 
     async def discard(self, epoch: int) -> None:
         """Discard unfinished work of an epoch, after work on the same part that could not be stopped."""

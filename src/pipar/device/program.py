@@ -195,7 +195,7 @@ class Device:
                     self._sent = None
                     await self._model.adopt(command)
                 case Kind.STATE:
-                    await self._model.receive_momentum(command)
+                    await self._model.receive_state(command)
                 case Kind.ROUND if not self._model.is_installed:
                     raise ProtocolError(f"The server sent {command} before any model to train.")
                 case Kind.ROUND:

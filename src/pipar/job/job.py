@@ -112,8 +112,8 @@ class Job:
         return PrivacyGuard(self.config.run.seed, PrivacyLimits(budget=math.inf if noise is None else noise.budget))
 
     @property
-    def keep_momentum(self) -> bool:
-        return self.config.optimizer.momentum_at_aggregation == "keep"
+    def keep_state(self) -> bool:
+        return self.config.optimizer.state_at_aggregation == "keep"
 
     @property
     def equivalence(self) -> str:
@@ -173,8 +173,8 @@ class Job:
                 layers=self.layers,
                 batch_size=config.run.batch_size,
                 batch_statistics=self.batch_statistics,
-                # Split learning passes the weights on to another device, without their momentum.
-                keep_momentum=self.keep_momentum and not self.method.one_device_at_a_time,
+                # Split learning passes the weights on to another device, without the state of their optimiser.
+                keep_state=self.keep_state and not self.method.one_device_at_a_time,
                 proximal=config.server.proximal,
                 changes_below_bps=fleet.changes_below_bps(member) if fleet.keeps_base(member) else 0.0,
                 clip=config.privacy.clip,

@@ -29,7 +29,7 @@ def make_learner(job: Job, workload: Workload, *, trusts_devices: bool = True) -
         workload.optimizer(),
         workload.classes,
         shares_server_model=job.method.shares_server_model,
-        keep_momentum=job.keep_momentum,
+        keep_state=job.keep_state,
         proximal=job.config.server.proximal,
         seed=job.config.run.seed,
         trusts_devices=trusts_devices,

@@ -67,6 +67,7 @@ def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
     sizes, batch_statistics = workload.sizes(), uses_batch_statistics(model)
     _check_sizes(workload.config, sizes, batch_statistics=batch_statistics)
     _check_patience(workload)
+    workload.optimizer().check(model)
     # Only to check it: building a user's own aggregator may raise.
     make_aggregator(workload.config.server.aggregator, workload.config.server.aggregation)
     profiles = NetworkProfiles(

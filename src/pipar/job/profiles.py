@@ -10,11 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipar.config import Config
+from pipar.config import Config, OptimizerSection
 from pipar.config_file import config_from
 from pipar.errors import ConfigError
 from pipar.events import Observer, Preparing, ignore
 from pipar.nn.cut_list import CutList
+from pipar.optimizer_settings import OWN, step_cost
 from pipar.profiling.cache import find_profile, keep_profile
 from pipar.profiling.machines import MACHINES, machine_profile
 from pipar.profiling.memory import largest_prefix
@@ -86,8 +87,8 @@ class NetworkProfiles:
         machine = MACHINES.get(given)
         if machine is None:
             profile = check_network(_load_profile(given), network_sizes(self._count(), self.model, dtype), given)
-            return _of_counted(profile, self._count())
-        return machine_profile(
+            return _of_optimizer(_of_counted(profile, self._count()), self._config.optimizer)
+        profile = machine_profile(
             machine,
             self._count(),
             model=self.model,
@@ -96,6 +97,7 @@ class NetworkProfiles:
             batch_statistics=self.batch_statistics,
             changes_share=self._changes_share(),
         )
+        return _of_optimizer(profile, self._config.optimizer)
 
     def _changes_share(self) -> float:
         of = self._config.model
@@ -110,6 +112,21 @@ def _of_counted(profile: Profile, counts: Counts) -> Profile:
     """
     layers = [_as_counted(one, count, profile.dtype) for one, count in zip(profile.layers, counts, strict=False)]
     return replace(profile, layers=tuple(layers))
+
+
+def _of_optimizer(profile: Profile, section: OptimizerSection) -> Profile:
+    """Return the profile with the steps and the memory of the optimiser of the configuration, if it is of another."""
+    if section.kind == profile.optimizer:
+        known = profile.state_copies if section.kind == OWN else section.state_copies
+        return replace(profile, state_copies=known)
+    factor = step_cost(section.kind) / step_cost(profile.optimizer)
+    return replace(
+        profile,
+        step_s=profile.step_s * factor,
+        step_s_per_byte=profile.step_s_per_byte * factor,
+        optimizer=section.kind,
+        state_copies=section.state_copies,
+    )
 
 
 def _as_counted(layer: LayerProfile, count: LayerCount, dtype: str) -> LayerProfile:
@@ -133,8 +150,11 @@ def _load_profile(file: str) -> Profile:
 def profile_key(config: Config, input_shape: tuple[int, ...], classes: int) -> dict[str, object]:
     """Return everything that the times of a named network depend on."""
     frozen = {"freeze": config.model.freeze} if config.model.freeze else {}
+    section = config.optimizer
+    steps = {} if section.kind == "sgd" else {"optimizer": [section.kind, section.factory, section.arguments]}
     return {
         **frozen,
+        **steps,
         "model": config.model.name,
         "norm": config.model.norm,
         "dtype": config.model.dtype,
@@ -202,6 +222,7 @@ def measured_profile(
         progress=lambda share: observe(Preparing(_measuring(share), share)),
         budget_s=budget_s,
         memory_bytes=memory_bytes,
+        optimizer=workload.optimizer(),
         rectified=None if known is None else [p for p, layer in enumerate(known, start=1) if layer.rectified],
     )
     if profile.whole:

@@ -33,7 +33,7 @@ from pipar.nn.learner import Batches
 from pipar.nn.line import Line, line_of, whole_line
 from pipar.nn.models import build_model, check_fits, check_module, is_sequential
 from pipar.nn.named_cuts import named_line, unshared_line, uses_twice
-from pipar.nn.parts import Optimizer
+from pipar.nn.optimizers import OptimizerSettings
 from pipar.nn.split import named_layers
 from pipar.nn.start_weights import load_weights
 from pipar.nn.steady import steady_layers
@@ -402,9 +402,9 @@ class Workload:
             return 0
         return steady_layers(model, self.form.example(2, self.dtype))
 
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> OptimizerSettings:
         section = self.config.optimizer
-        return Optimizer(section.learning_rate, section.momentum, section.weight_decay)
+        return OptimizerSettings(section.name, section.learning_rate, section.arguments, section.factory)
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class SizesOnlyDevicePart:
         self.frozen_bytes = profile.parameter_bytes(1, split_point) - changing
         self._weights = Body(changing, encoding="safetensors")
         self._changes = Body(round(self._weights.size_bytes * changes_share), encoding="changes")
+        self._state_copies = profile.state_copies
 
     def forward(self, micro_batch: int, piece: SizesOnlyPiece) -> SizesOnlyPiece:  # noqa: ARG002
         return piece
@@ -146,13 +147,14 @@ class SizesOnlyDevicePart:
     def pack(self, *, changes: bool = False) -> Body:
         return self._changes if changes else self._weights
 
-    def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None:
+    def unpack_and_install(self, body: Body, *, keep_state: bool) -> None:
         pass
 
-    def carry_momentum_from(self, before: SizesOnlyDevicePart) -> Body:
-        return Body(max(0, before._weights.size_bytes - self._weights.size_bytes), encoding="safetensors")
+    def carry_state_from(self, before: SizesOnlyDevicePart) -> Body:
+        leaving = max(0, before._weights.size_bytes - self._weights.size_bytes)
+        return Body(round(self._state_copies * leaving), encoding="safetensors")
 
-    def receive_momentum(self, body: Body) -> None:
+    def receive_state(self, body: Body) -> None:
         pass
 
 
@@ -190,7 +192,7 @@ class SizesOnlyServerPart:
     def take_encoding_error(self) -> None:
         return None
 
-    def receive_momentum(self, body: Body) -> None:
+    def receive_state(self, body: Body) -> None:
         pass
 
 
@@ -258,7 +260,8 @@ class SizesOnlyLearner:
         }
         self._split_points.update(split_points)
         sizes = {device: max(0, self.part_bytes(device, frozen=False) - size) for device, size in before.items()}
-        return {device: Body(size, encoding="safetensors") for device, size in sizes.items()}
+        copies = self._profile.state_copies
+        return {device: Body(round(copies * size), encoding="safetensors") for device, size in sizes.items()}
 
     def discard_progress(self, device: str) -> None:
         pass

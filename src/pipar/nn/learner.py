@@ -25,7 +25,8 @@ from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
 from pipar.nn.frozen import changing_state, frozen_layers, frozen_names
 from pipar.nn.inputs import Inputs, call
 from pipar.nn.kept_activations import KeptActivations
-from pipar.nn.parts import Optimizer, TorchServerPart
+from pipar.nn.optimizers import OptimizerSettings
+from pipar.nn.parts import TorchServerPart
 from pipar.nn.runtime import release_model_memory
 from pipar.nn.shared_part import SharedServerPart
 from pipar.nn.snapshot import Snapshot
@@ -42,10 +43,10 @@ Batches = Sequence[tuple[int, Callable[[], tuple[Inputs, torch.Tensor]]]]
 class LearnerSettings:
     """How the server-side models of one training are trained."""
 
-    optimizer: Optimizer
+    optimizer: OptimizerSettings
     classes: int
     shares_server_model: bool = False
-    keep_momentum: bool = False  # over aggregations
+    keep_state: bool = False  # of optimisers, over aggregations
     proximal: float = 0.0  # mu of FedProx
     seed: int = 0  # of the rounding in lossy encodings
     trusts_devices: bool = True  # all devices are the program's own
@@ -74,11 +75,11 @@ class TorchLearner:
         self._split_points = dict(split_points)
         self._settings = settings
         self._shared = settings.shares_server_model
-        self._keep_momentum = settings.keep_momentum
+        self._keep_state = settings.keep_state
         self._replicas: dict[str, TorchServerPart] = {}
         self._packed: dict[tuple[int, bool, bool], Body] = {}
         self._before: dict[str, torch.Tensor] | None = None  # the previous global model, if it is kept
-        self._momentum: dict[str, torch.Tensor] = {}  # of the shared replica, after the last aggregation
+        self._optimizer_state: dict[str, torch.Tensor] = {}  # of the shared replica, after the last aggregation
 
     def replica(self, device: str) -> TorchServerPart:
         """Return M^s_k; it is created from the global model on first use."""
@@ -100,18 +101,18 @@ class TorchLearner:
         return self._replicas[key]
 
     def move_cuts(self, split_points: Mapping[str, int]) -> dict[str, Body]:
-        """Change these devices' split points; return the momentum of the layers that move to each, if it is kept.
+        """Change these devices' split points; return the optimiser state of the layers that move to each.
 
         Their replicas are created again from the global model: between two rounds they hold nothing else.
         """
         assert not (self._shared and self._replicas) or set(split_points.values()) <= set(self._split_points.values())
         self._split_points.update(split_points)
-        leaving = {device: state_body({}) for device in split_points} if self._keep_momentum else {}
+        leaving = {device: state_body({}) for device in split_points} if self._keep_state else {}
         for device in [name for name in split_points if name in self._replicas]:
             before = self._replicas.pop(device)
             replica = self.replica(device)
-            if self._keep_momentum:
-                leaving[device] = replica.carry_momentum_from(before)
+            if self._keep_state:
+                leaving[device] = replica.carry_state_from(before)
         return leaving
 
     def discard_progress(self, device: str) -> None:
@@ -140,11 +141,11 @@ class TorchLearner:
         return f"{self._split_points[device]} {weights_sha256(changing_state(part))}"
 
     def rewind_shared_model(self) -> None:
-        """Restore a shared replica to its state after the last aggregation: weights, buffers and momentum."""
+        """Restore a shared replica to its state after the last aggregation: weights, buffers and optimiser."""
         for replica in self._replicas.values() if self._shared else ():
-            # The global model has not changed since then, so only momentum had to be copied.
-            replica.install(part_of_state(self.model.state_dict(), replica.module), keep_momentum=False)
-            replica.restore_momentum(self._momentum)
+            # The global model has not changed since then, so only optimiser state had to be copied.
+            replica.install(part_of_state(self.model.state_dict(), replica.module), keep_state=False)
+            replica.restore_state(self._optimizer_state)
             replica.discard()
 
     def restore_point(self) -> Callable[[], None]:
@@ -191,13 +192,13 @@ class TorchLearner:
             _check_result(replica.state(), "The shared server-side model")
             self._load(join_states(aggregated, changing_state(replica.module)))
             replica.set_proximal_target(rest.state_dict())  # nothing is installed into it
-            self._momentum = {name: momentum.clone() for name, momentum in replica.momentum().items()}
+            self._optimizer_state = {place: one.clone() for place, one in replica.optimizer_state().items()}
         else:
             self._load(self._aggregated(self.model, _ReturnedModels(ordered, self._whole)))
             for back in ordered:
                 replica = self.replica(back.device)
                 state = part_of_state(self.model.state_dict(), replica.module, changing_state(replica.module))
-                replica.install(state, keep_momentum=self._keep_momentum)
+                replica.install(state, keep_state=self._keep_state)
         self._before = before
 
     def _aggregated(self, module: nn.Module, returned_models: _ReturnedModels) -> dict[str, torch.Tensor]:
@@ -272,40 +273,40 @@ class TorchLearner:
     # --- checkpoints
 
     def snapshot(self) -> Body:
-        """Return everything that training resumes from: global model, replicas' momentum, random state.
+        """Return everything that training resumes from: global model, replicas' optimisers, random state.
 
         Call it after a round is aggregated and before a replica serves the next one, from any thread: nothing may
         change while it runs. Afterwards everything may: the global model gets new tensors, and tensors that are
         modified in place were copied.
         """
-        momentum = {}
-        if self._momentum_stays:
-            momentum = {key: state for key, replica in self._replicas.items() if (state := replica.momentum())}
-        return Snapshot(self.state(), torch.get_rng_state(), momentum, self.aggregator.state()).pack()
+        kept = {}
+        if self._state_stays:
+            kept = {key: state for key, replica in self._replicas.items() if (state := replica.optimizer_state())}
+        return Snapshot(self.state(), torch.get_rng_state(), kept, self.aggregator.state()).pack()
 
     def restore(self, body: Body) -> None:
         """Resume from a `snapshot` of a learner of the same network.
 
-        Replicas are created again from the global model, with their saved momentum: between two rounds they hold
-        nothing else. Momentum of layers that are now on a device is left out. A snapshot of another network raises
+        Replicas are created again from the global model, with their saved optimisers: between two rounds they hold
+        nothing else. State of layers that are now on a device is left out. A snapshot of another network raises
         InputError and changes nothing.
         """
         snapshot = Snapshot.read(body)
         _refuse_another_network(snapshot.model, self.state())
         self._load(snapshot.model)
         self._replicas.clear()
-        self._momentum = dict(snapshot.momentum.get("", {}))
-        for key, momentum in snapshot.momentum.items() if self._momentum_stays else ():
+        self._optimizer_state = dict(snapshot.optimizer.get("", {}))
+        for key, state in snapshot.optimizer.items() if self._state_stays else ():
             device = next(iter(self._split_points)) if self._shared else key
             if device in self._split_points:
-                self.replica(device).restore_momentum(momentum)
+                self.replica(device).restore_state(state)
         self.aggregator.load_state(snapshot.aggregator)
         torch.set_rng_state(snapshot.random)
 
     @property
-    def _momentum_stays(self) -> bool:
+    def _state_stays(self) -> bool:
         # A shared replica always keeps it: its weights are never replaced by an average.
-        return self._keep_momentum or self._shared
+        return self._keep_state or self._shared
 
 
 def _copy_of(module: nn.Sequential) -> nn.Sequential:

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipar.errors import InputError, ProtocolError
+from pipar.errors import ProtocolError
 from pipar.execution.work import Place
 from pipar.nn import crossing
 from pipar.nn.crossing import Received, read_activations
 from pipar.nn.frozen import changing_state, frozen_bytes, frozen_names
 from pipar.nn.inputs import Inputs, call, mapped, rebuilt, split_rows, tensors_of
+from pipar.nn.optimizers import OptimizerSettings, divided_state, moved_state, saved_state
 from pipar.nn.rectified import is_rectified
 from pipar.nn.runtime import release_model_memory
 from pipar.nn.tensors import (
@@ -86,24 +87,6 @@ def reference(numbers: bytes, batch_samples: int) -> Reference:
     return Reference(len(numbers) // NUMBER_BYTES, batch_samples, numbers_body(numbers))
 
 
-@dataclass(frozen=True)
-class Optimizer:
-    """Stochastic gradient descent with momentum."""
-
-    learning_rate: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-
-    def over(self, module: nn.Module) -> torch.optim.Optimizer | None:
-        """Return an optimiser for a part of the network; None if no parameter of the part is trained."""
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        if not parameters:
-            return None
-        return torch.optim.SGD(
-            parameters, lr=self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay
-        )
-
-
 def tensors_at(activation: Activation) -> tuple[torch.Tensor, ...]:
     """Return the tensors that have crossed the cut."""
     return activation.tensors if isinstance(activation, Received) else (activation,)
@@ -113,8 +96,6 @@ def _outline(activation: Activation) -> list[tuple[torch.Size, torch.dtype]]:
     return [(one.shape[1:], one.dtype) for one in tensors_at(activation)]
 
 
-#: The name of a parameter's momentum in torch's optimiser state.
-_MOMENTUM = "momentum_buffer"
 #: The batch counter of torch's normalisation layers; the server knows its value anyway, so it needs no noise.
 _ITERATIONS = "num_batches_tracked"
 
@@ -123,27 +104,31 @@ class Part:
     """The layers on one side of the cut, with their optimiser."""
 
     def __init__(
-        self, module: nn.Sequential, optimizer: Optimizer, *, proximal: float = 0.0, rounding: Generators | None = None
+        self,
+        module: nn.Sequential,
+        optimizer: OptimizerSettings,
+        *,
+        proximal: float = 0.0,
+        rounding: Generators | None = None,
     ) -> None:
         self.module = module.train()
         self._encoding_errors = EncodingErrors(rounding)
         self._proximal = proximal
         self._global: dict[str, torch.Tensor] = {}  # w_global by name, if there is a proximal term
         self._optimizer = optimizer
-        self._torch_optimizer = optimizer.over(module)
+        self._steps = optimizer.over(module)  # None: nothing is trained
         self._new: dict[str, nn.Parameter] = {}  # of layers that moved here from the other side of the cut
 
     def step(self) -> None:
         """Apply the accumulated gradients."""
-        if self._torch_optimizer is not None:
+        if self._steps is not None:
             self._add_proximal_gradient()
-            self._torch_optimizer.step()
-            self._torch_optimizer.zero_grad(set_to_none=True)
+            self._steps.step()
 
     def discard(self) -> None:
         """Discard gradients that no step has applied yet."""
-        if self._torch_optimizer is not None:
-            self._torch_optimizer.zero_grad(set_to_none=True)
+        if self._steps is not None:
+            self._steps.zero_grad()
 
     def take_encoding_error(self) -> tuple[float, float] | None:
         """Return the sums of squared encoding errors and squared values since the last call; None if all were exact."""
@@ -172,8 +157,8 @@ class Part:
     def state(self) -> dict[str, torch.Tensor]:
         return self.module.state_dict()
 
-    def install(self, state: Mapping[str, torch.Tensor], *, keep_momentum: bool) -> None:
-        """Load weights and buffers; unless it is kept, momentum is reset. Frozen parameters may be left out."""
+    def install(self, state: Mapping[str, torch.Tensor], *, keep_state: bool) -> None:
+        """Load weights and buffers; unless it is kept, optimiser state is reset. Frozen parameters may be left out."""
         try:
             keys = self.module.load_state_dict(state, strict=False)
         except RuntimeError as error:
@@ -181,57 +166,42 @@ class Part:
         wrong = [*keys.unexpected_keys, *(name for name in keys.missing_keys if name not in self._may_be_missing())]
         if wrong:
             raise ProtocolError(f"The peer's model does not fit this part of the network: {wrong[0]!r} is in only one.")
-        if not keep_momentum:
-            self._torch_optimizer = self._optimizer.over(self.module)
+        if not keep_state:
+            self._steps = self._optimizer.over(self.module)
         self.set_proximal_target(state)
 
     def _may_be_missing(self) -> frozenset[str]:
         """Return the names that a model for this part need not have."""
         return frozen_names(self.module)
 
-    def carry_momentum_from(self, before: Part) -> Body:
-        """Copy the momentum of the layers that stay on this side of the cut; return that of the layers that leave.
+    def carry_state_from(self, before: Part) -> Body:
+        """Copy the optimiser state of the layers that stay on this side of the cut; return that of layers that leave.
 
-        The other side passes the returned body to its `receive_momentum`.
+        The other side passes the returned body to its `receive_state`.
         """
         own = dict(self.module.named_parameters())
-        was = before.momentum()
-        self._set_momentum({name: momentum for name, momentum in was.items() if name in own})
+        staying, leaving = divided_state(before.optimizer_state(), own)
+        self._set_state(staying)
         known = dict(before.module.named_parameters())
         self._new = {name: parameter for name, parameter in own.items() if name not in known}
-        return state_body({name: momentum for name, momentum in was.items() if name not in own})
+        return state_body(leaving)
 
-    def receive_momentum(self, body: Body) -> None:
-        """Load the momentum of layers that came from the other side; a layer that took no step has none."""
-        state = read_state(body)
-        for name, momentum in state.items():
-            parameter = self._new.get(name)
-            if parameter is None or (momentum.shape, momentum.dtype) != (parameter.shape, parameter.dtype):
-                raise ProtocolError(f"The peer sent momentum of {name!r}, which does not fit the layers that moved.")
-        check_range(state.values(), "The momentum of the layers that moved")
-        self._set_momentum(state)
+    def receive_state(self, body: Body) -> None:
+        """Load the optimiser state of layers that came from the other side; a layer that took no step may have none."""
+        self._set_state(moved_state(read_state(body), self._new, self._optimizer))
         self._new = {}
 
-    def restore_momentum(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load what `momentum` returned, leaving out layers that are not in this part."""
-        own = dict(self.module.named_parameters())
-        fitting = {name: momentum for name, momentum in state.items() if name in own}
-        for name, momentum in fitting.items():
-            if (momentum.shape, momentum.dtype) != (own[name].shape, own[name].dtype):
-                raise InputError(f"The checkpoint has momentum for {name!r} that does not fit this network.")
-        self._set_momentum(fitting)
+    def restore_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load what `optimizer_state` returned, leaving out layers that are not in this part."""
+        self._set_state(saved_state(state, dict(self.module.named_parameters()), self._optimizer))
 
-    def momentum(self) -> dict[str, torch.Tensor]:
-        """Return the momentum of each parameter that has one, by name; the tensors are the optimiser's own."""
-        known = self._torch_optimizer.state if self._torch_optimizer is not None else {}
-        named = ((name, known.get(parameter, {})) for name, parameter in self.module.named_parameters())
-        return {name: kept[_MOMENTUM] for name, kept in named if kept.get(_MOMENTUM) is not None}
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Return the state of each parameter that has one, by names; the tensors are the optimiser's own."""
+        return {} if self._steps is None else self._steps.state()
 
-    def _set_momentum(self, state: Mapping[str, torch.Tensor]) -> None:
-        parameters = dict(self.module.named_parameters())
-        for name, momentum in state.items():
-            if self._torch_optimizer is not None and parameters[name].requires_grad:
-                self._torch_optimizer.state[parameters[name]][_MOMENTUM] = momentum.clone()
+    def _set_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        if self._steps is not None:
+            self._steps.load(state)
 
 
 class TorchDevicePart(Part):
@@ -240,7 +210,7 @@ class TorchDevicePart(Part):
     def __init__(
         self,
         module: nn.Sequential,
-        optimizer: Optimizer,
+        optimizer: OptimizerSettings,
         *,
         has_loss: bool,
         proximal: float = 0.0,
@@ -299,12 +269,12 @@ class TorchDevicePart(Part):
         return loss
 
     def discard(self) -> None:
-        """Discard an epoch: its gradients, losses and momentum; the server sends new weights."""
+        """Discard an epoch: its gradients, losses and optimiser state; the server sends new weights."""
         super().discard()
         self._encoding_errors.take()
         self._outputs.clear()
         self.loss_sum = 0.0
-        self._torch_optimizer = self._optimizer.over(self.module)
+        self._steps = self._optimizer.over(self.module)
 
     def chunk_bytes(self, activation: Crossing, encoding: str) -> list[int]:
         if isinstance(activation, tuple):
@@ -387,9 +357,9 @@ class TorchDevicePart(Part):
         release_model_memory(body.size_bytes)
         return body
 
-    def unpack_and_install(self, body: Body, *, keep_momentum: bool) -> None:
+    def unpack_and_install(self, body: Body, *, keep_state: bool) -> None:
         state = read_state(body, self._base)
-        self.install(state, keep_momentum=keep_momentum)
+        self.install(state, keep_state=keep_state)
         self._is_installed = True
         changing = changing_state(self.module) if self._keeps_base else {}
         self._base = {name: state[name] for name in changing} if self._keeps_base else None
@@ -409,7 +379,7 @@ class TorchServerPart(Part):
     def __init__(
         self,
         module: nn.Sequential,
-        optimizer: Optimizer,
+        optimizer: OptimizerSettings,
         *,
         classes: int,
         proximal: float = 0.0,

@@ -34,7 +34,7 @@ _BATCHES = 4
 
 
 class SharedServerPart(TorchServerPart):
-    """Layers P+1..Q for all devices. Each batch counts whole or not at all: weights, momentum and batch statistics.
+    """Layers P+1..Q for all devices. Each batch counts whole or not at all: weights, optimiser and batch statistics.
 
     Unless `trusts_devices` is set, a batch that changes the model far more than batches of other devices is refused. A
     training whose devices are all its own may diverge as it would in plain torch, up to numbers that overflow.
@@ -66,15 +66,10 @@ class SharedServerPart(TorchServerPart):
         self._keep_buffers()
 
     def _check_weights(self) -> float:
-        """Return the norm of the gradient, or raise if its step would leave weights that others cannot train with.
-
-        The norm of a step of SGD is at most eta (|g| + beta |v| + lambda |w|).
-        """
+        """Return the norm of the gradient, or raise if its step would leave weights that others cannot train with."""
         weights = [weight for weight in self.module.parameters() if weight.grad is not None]
         gradient, size = _norm(weight.grad for weight in weights if weight.grad is not None), _norm(weights)
-        settings = self._optimizer
-        moved = gradient + settings.momentum * _norm(self.momentum().values()) + settings.weight_decay * size
-        step = settings.learning_rate * moved
+        step = self._longest_step(gradient, size)
         count = sum(weight.numel() for weight in weights)
         usual = max(size, _SMALL_WEIGHT * math.sqrt(count))
         most = math.inf if self.trusts_devices else self._largest_step(gradient) * usual
@@ -85,6 +80,21 @@ class SharedServerPart(TorchServerPart):
                 "optimizer.learning_rate may help."
             )
         return gradient
+
+    def _longest_step(self, gradient: float, size: float) -> float:
+        """Return a bound on the norm of the step: of SGD, eta (|g| + beta |v| + lambda |w|).
+
+        Other optimisers scale gradients, so that no large one makes a long step; but it stays in their state for
+        hundreds of batches. There the gradient counts itself.
+        """
+        steps = self._steps
+        if steps is None:
+            return 0.0
+        if self._optimizer.name != "sgd" or self._optimizer.factory is not None:
+            return gradient
+        velocity = _norm(self.optimizer_state().values())
+        moved = gradient + steps.largest("momentum") * velocity + steps.largest("weight_decay") * size
+        return steps.largest("lr") * moved
 
     def _largest_step(self, gradient: float) -> float:
         """Return the largest step, relative to the weights, that a batch with this gradient may make.
@@ -150,8 +160,8 @@ class SharedServerPart(TorchServerPart):
             for name, buffer in self._buffers().items():
                 buffer.copy_(self._kept_buffers.get(name, buffer))
 
-    def install(self, state: Mapping[str, torch.Tensor], *, keep_momentum: bool) -> None:
-        super().install(state, keep_momentum=keep_momentum)
+    def install(self, state: Mapping[str, torch.Tensor], *, keep_state: bool) -> None:
+        super().install(state, keep_state=keep_state)
         self._keep_buffers()
         self._largest_buffers = self._measured_buffers()
 

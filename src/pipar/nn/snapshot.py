@@ -20,15 +20,15 @@ class Snapshot:
 
     model: Tensors
     random: torch.Tensor  # state of torch's default generator, which dropout uses
-    momentum: Mapping[str, Tensors] = field(default_factory=dict)  # of the replicas, by device; "" for a shared one
+    optimizer: Mapping[str, Tensors] = field(default_factory=dict)  # of the replicas, by device; "" for a shared one
     aggregator: Tensors = field(default_factory=dict)  # its state between rounds
 
     def pack(self) -> Body:
-        """Return all tensors as one body, without copying; except momentum, which optimisers modify in place."""
+        """Return all tensors as one body, without copying; except optimiser state, which is modified in place."""
         named = {f"model.{name}": tensor for name, tensor in self.model.items()}
-        for device, state in self.momentum.items():
+        for device, state in self.optimizer.items():
             # A slash, because names of devices and of weights may contain dots.
-            named |= {f"momentum.{device}/{name}": tensor.clone() for name, tensor in state.items()}
+            named |= {f"optimizer.{device}/{place}": tensor.clone() for place, tensor in state.items()}
         named |= {f"aggregator.{name}": tensor for name, tensor in self.aggregator.items()}
         return state_body({**named, "random.torch": self.random})
 
@@ -46,11 +46,13 @@ class Snapshot:
             raise InputError(
                 "The checkpoint has no random state that this version of torch accepts: use another checkpoint."
             )
-        momentum: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in _below("momentum.", named).items():
-            device, _, parameter = name.partition("/")
-            momentum.setdefault(device, {})[parameter] = tensor
-        return cls(_below("model.", named), random, momentum, _below("aggregator.", named))
+        # Before there were other optimisers than SGD, a checkpoint had the momentum of each weight.
+        momentum = {f"{name}/momentum_buffer": tensor for name, tensor in _below("momentum.", named).items()}
+        optimizer: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in (momentum | _below("optimizer.", named)).items():
+            device, _, place = name.partition("/")
+            optimizer.setdefault(device, {})[place] = tensor
+        return cls(_below("model.", named), random, optimizer, _below("aggregator.", named))
 
 
 def _below(prefix: str, named: Tensors) -> dict[str, torch.Tensor]:

@@ -145,7 +145,10 @@ def machine_profile(
     batch_statistics: bool = False,
     changes_share: float = 1.0,
 ) -> Profile:
-    """Return the profile that a named machine would have of this network, at the batch sizes that are measured."""
+    """Return the profile that a named machine would have of this network, at the batch sizes that are measured.
+
+    Its steps are those of SGD with momentum.
+    """
     sizes = batch_sizes(batch_size, batch_statistics=batch_statistics)
     around = {
         key: value

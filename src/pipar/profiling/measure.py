@@ -20,6 +20,7 @@ from pipar.errors import ConfigError
 from pipar.methods import Plan
 from pipar.nn.inputs import InputForm
 from pipar.nn.models import uses_batch_statistics
+from pipar.nn.optimizers import OptimizerSettings, sgd
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.runtime import keep_freed_memory, one_thread, release_freed_memory, release_model_memory
 from pipar.nn.split import named_layers, some_layers
@@ -53,6 +54,7 @@ def measure_profile(
     budget_s: float = 4.0,
     memory_bytes: int | None = None,
     rectified: Collection[int] | None = None,
+    optimizer: OptimizerSettings | None = None,
 ) -> Profile:
     """Return the times and sizes of every layer and of the work around training, measured in about `budget_s` seconds.
 
@@ -64,6 +66,7 @@ def measure_profile(
     If the network does not fit into `memory_bytes`, or into the memory that the system gives this process, the profile
     is of as many first layers as do. Batches too large for them are not run; their times are in proportion to the
     largest batch that was. `rectified` are the split points after a ReLU, if known: finding them takes more forwards.
+    Steps are those of `optimizer`, or of SGD.
     """
     shares: SimpleQueue[float | None] = SimpleQueue()
     is_wanted = True
@@ -85,6 +88,7 @@ def measure_profile(
         budget_s,
         memory_bytes,
         rectified,
+        sgd(learning_rate=0.0) if optimizer is None else optimizer,
     )
     keep_freed_memory()  # like the processes of a run
     # In a separate thread, like the stages of a run: in the main thread, memory is returned to the system more
@@ -164,6 +168,8 @@ def _sizes_only(task: Task) -> Profile:
             for count in count_layers(task.model, task.form, run=True)
         ),
         machine=machine_fingerprint(),
+        optimizer=task.optimizer.kind,
+        state_copies=task.optimizer.state_copies(task.model),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipar.nn.inputs import InputForm, Inputs, in_dtype, mapped
+from pipar.nn.optimizers import OptimizerSettings
 
 #: Called with the share of the measurement that is done.
 Progress = Callable[[float], None]
@@ -30,6 +31,7 @@ class Task:
     budget_s: float
     memory_bytes: int | None
     rectified: Collection[int] | None
+    optimizer: OptimizerSettings
 
 
 @dataclass(frozen=True)

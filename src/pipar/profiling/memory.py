@@ -1,15 +1,18 @@
 """How much memory a device needs for a plan, and which plans fit into its memory.
 
-    bytes = base + w + 2 v + g + m b s + b t
+    bytes = base + w + (1 + o) v + g + m b s + b t
 
-w are the parameter bytes of layers 1..P, and v those of them that are trained, which have gradients and momentum; it is
-3 v where the device keeps the last model that it received, to send its changes. g are the trained bytes of the largest
+w are the parameter bytes of layers 1..P, and v those of them that are trained, which have gradients, and o values of
+the optimiser for each (1 for SGD with momentum, 2 for Adam); v counts once more where the device keeps the last model
+that it received, to send its changes. g are the trained bytes of the largest
 of these layers, because a micro-batch's gradient exists before it is added to the others. m micro-batches of b samples
 are in flight, each sample keeps s bytes from its forward until its backward, and the micro-batch that computes holds t
 more bytes per sample in the layer that needs most.
 """
 
 from __future__ import annotations
+
+import math
 
 from pipar.execution.schedule import cut_batch
 from pipar.methods import Plan
@@ -42,8 +45,9 @@ def training_bytes(
         saved = sum(layer.saved_bytes for layer in layers)
     working = max(layer.working_bytes for layer in layers)
     largest = max(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
-    copies = (3 if keeps_base else 2) * profile.changing_bytes(1, split_point)
-    weights = profile.parameter_bytes(1, split_point) + copies + largest
+    copies = 1 + profile.state_copies + (1 if keeps_base else 0)
+    trained = math.ceil(copies * profile.changing_bytes(1, split_point))
+    weights = profile.parameter_bytes(1, split_point) + trained + largest
     return BASE_BYTES + weights + sum(pieces[:in_flight]) * saved + pieces[0] * working
 
 

@@ -17,7 +17,8 @@ from pipar import random_streams
 from pipar.errors import PlanError
 from pipar.nn.inputs import call, with_gradient
 from pipar.nn.learner import LearnerSettings, TorchLearner
-from pipar.nn.parts import Optimizer, TorchDevicePart
+from pipar.nn.optimizers import sgd
+from pipar.nn.parts import TorchDevicePart
 from pipar.nn.split import named_layers, some_layers, split_model
 from pipar.nn.tensors import read_tensor, state_body, tensor_body
 from pipar.privacy.mechanisms import clip_and_noise
@@ -137,9 +138,9 @@ def _coding(cut_bytes: int, samples: int, task: Task) -> _Sized:
 
 
 def _exchange(module: nn.Sequential, task: Task) -> _Sized:
-    """Return the optimiser's step and the exchange of this part of a network; its weights do not change."""
-    part = TorchDevicePart(module, Optimizer(learning_rate=0.0), has_loss=False)
-    part.unpack_and_install(_as_received(state_body(part.state())), keep_momentum=False)  # the first has frozen weights
+    """Return the optimiser's step and the exchange of this part of a network; its gradients are 0."""
+    part = TorchDevicePart(module, task.optimizer, has_loss=False)
+    part.unpack_and_install(_as_received(state_body(part.state())), keep_state=False)  # the first has frozen weights
     inputs = Batch.random(2, task.form, task.classes, task.dtype).inputs
 
     def trained() -> Callable[[], object]:
@@ -148,7 +149,7 @@ def _exchange(module: nn.Sequential, task: Task) -> _Sized:
         return part.step
 
     def arrived() -> Callable[[], object]:
-        return partial(part.unpack_and_install, _as_received(part.pack()), keep_momentum=False)
+        return partial(part.unpack_and_install, _as_received(part.pack()), keep_state=False)
 
     work: dict[str, Ready] = {"step": trained, "pack": lambda: part.pack, "install": arrived}
     return _Sized(max(1, state_bytes(module) - part.frozen_bytes), work)
@@ -165,7 +166,7 @@ def _aggregations(model: nn.Sequential, task: Task, *, with_loss: bool) -> list[
     network = copy.deepcopy(layers)
     names = ("one", "two")
     cuts = dict.fromkeys(names, _first_cut(network))
-    learner = TorchLearner(network, cuts, LearnerSettings(Optimizer(), task.classes))
+    learner = TorchLearner(network, cuts, LearnerSettings(sgd(), task.classes))
 
     def returned(devices: tuple[str, ...]) -> Callable[[], object]:
         brought = [TrainedPart(device, _as_received(learner.pack(device, frozen=False)), 1) for device in devices]

@@ -23,6 +23,9 @@ _MOST_COUNTED = 10**15
 _LARGEST_BATCH = 10**6
 _MOST_TENSORS = 127
 
+#: Fields that are left out of the file where the optimiser is SGD, as it always was once.
+_OF_SGD = {"optimizer": "sgd", "state_copies": 1.0}
+
 #: Shares of the batch that are measured: the full batch, and micro-batches down to where fixed costs show. Half
 #: the batch is among them because large activations do not fit caches: a line from B/4 to B is 10 % off there.
 SHARES = (1, 2, 4, 16, 32)
@@ -136,6 +139,8 @@ class Profile:
     crowd: int = 0  # other cores that computed while `crowded` was measured
     coding: Mapping[str, CodingTimes] = field(default_factory=dict, hash=False)
     changes_share: float = 1.0
+    optimizer: str = "sgd"  # of which `step_s` and `step_s_per_byte` are
+    state_copies: float = 1.0  # values that it keeps for each trained one
 
     def __post_init__(self) -> None:
         problem = _problem(self)
@@ -231,7 +236,8 @@ class Profile:
 
     def to_json(self) -> str:
         """Return one JSON object with sorted keys and a `format` number."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True) + "\n"
+        content = {key: value for key, value in asdict(self).items() if _OF_SGD.get(key) != value}
+        return json.dumps({"format": FORMAT, **content}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def load(cls, path: Path) -> Profile:
@@ -247,7 +253,7 @@ class Profile:
     @classmethod
     def from_json(cls, text: str) -> Profile:
         """Return the profile of a JSON object."""
-        values = read_fields(cls, text, FORMAT)
+        values = read_fields(cls, text, FORMAT, _OF_SGD)
         layers = tuple(_layer(layer) for layer in list_of(values["layers"], "layers"))
         lists = {key: tuple(list_of(values[key], key)) for key in ("batch_sizes", "crowded")}
         coding = {

@@ -217,7 +217,7 @@ def _replayed_config(header: Mapping[str, Any], devices: int, rounds: int) -> Co
         {
             "run": {"method": run["method"], "batch_size": run["batch_size"], "epochs": rounds, "trace": run["trace"]},
             "model": {"dtype": tree["model"]["dtype"]},
-            "optimizer": {"momentum_at_aggregation": tree["optimizer"]["momentum_at_aggregation"]},
+            "optimizer": _replayed_optimizer(tree["optimizer"]),
             "plan": {"replan": False, "schedule": tree["plan"]["schedule"], "window": tree["plan"]["window"]},
             "wire": {"encoding": tree["wire"]["encoding"]},
             "server": {
@@ -232,6 +232,12 @@ def _replayed_config(header: Mapping[str, Any], devices: int, rounds: int) -> Co
             "devices": [{"count": max(1, devices)}],
         }
     )
+
+
+def _replayed_optimizer(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whether optimisers keep their state; recordings of earlier versions call it momentum."""
+    kept = section.get("state_at_aggregation") or section["momentum_at_aggregation"]
+    return {"state_at_aggregation": kept}
 
 
 def read_plan(tree: Mapping[str, Any]) -> Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pipar.execution.spans import MOST_SPANS, SPAN_BYTES
 from pipar.profiling.profile import Profile
 from pipar.server.interfaces import Learner
@@ -22,6 +24,10 @@ class Limits:
         self._learner = learner
         self._network = network
 
+    def _state_bytes(self, network: Profile) -> int:
+        """Return the most that the optimiser state of all layers takes."""
+        return math.ceil(max(1.0, network.state_copies) * self._learner.model_bytes())
+
     def set(self, session: Session, orders: Orders) -> None:
         """Let a device send no more than its plan needs."""
         plan, network = orders.plan, self._network
@@ -38,7 +44,7 @@ class Limits:
                 is_sized=True,
                 activation_bytes=largest_piece * (network.output_bytes(plan.split_point) + LABEL_BYTES),
                 model_bytes=self._learner.part_bytes(session.device, frozen=False),
-                state_bytes=self._learner.model_bytes() if orders.keep_momentum else 0,
+                state_bytes=self._state_bytes(network) if orders.keep_state else 0,
                 trace_bytes=min(_LARGEST_TRACE_BYTES, SMALL_BODY_BYTES + spans_bytes),
             )
         )

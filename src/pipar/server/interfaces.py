@@ -36,7 +36,7 @@ class ServerPart(Protocol):
     def take_encoding_error(
         self,
     ) -> tuple[float, float] | None: ...  # squared errors and values; None if exact
-    def receive_momentum(self, body: Body) -> None: ...
+    def receive_state(self, body: Body) -> None: ...
 
 
 class Kept(Protocol):

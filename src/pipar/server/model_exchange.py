@@ -34,10 +34,10 @@ class ModelExchange:
         state = await self._pool.run((decode, partial(self._learner.decode, device, body)))
         return TrainedPart(device, EMPTY, samples, state)
 
-    async def receive_momentum(self, session: Session, replica: ServerPart, message: Message, epoch: int) -> None:
-        """Install the momentum of layers that a device has handed over."""
+    async def receive_state(self, session: Session, replica: ServerPart, message: Message, epoch: int) -> None:
+        """Install the optimiser state of layers that a device has handed over."""
         install = Work("install", epoch, size_bytes=message.body.size_bytes, device=session.device)
-        await self._pool.run((install, partial(replica.receive_momentum, message.body)))
+        await self._pool.run((install, partial(replica.receive_state, message.body)))
 
     async def model_is_free(self) -> None:
         """Return when the last validation has its copy of the global model, which may then change."""

@@ -48,9 +48,9 @@ class PlanUpdates:
         return device in self._orders
 
     @property
-    def keep_momentum(self) -> bool:
-        """Whether momentum is kept between rounds."""
-        return any(orders.keep_momentum for orders in self._orders.values())
+    def keep_state(self) -> bool:
+        """Whether optimisers keep their state between rounds."""
+        return any(orders.keep_state for orders in self._orders.values())
 
     def limit(self, session: Session) -> None:
         """Let a device send no more than its plan needs."""
@@ -137,17 +137,17 @@ class PlanUpdates:
         for name, plan in changed.items():
             session = self._membership.sessions.get(name)
             if session is not None and session.is_welcome:  # others get this plan with their welcome
-                with_momentum = name in moved and self._orders[name].keep_momentum
-                self._send(session, plan, epoch, leaving[name] if with_momentum else None)
+                with_state = name in moved and self._orders[name].keep_state
+                self._send(session, plan, epoch, leaving[name] if with_state else None)
 
     def _send(self, session: Session, plan: Plan, epoch: int, leaving: Body | None) -> None:
-        """Send a device its new plan, and the momentum of the layers that it takes over, if that is kept."""
+        """Send a device its new plan, and the optimiser state of the layers that it takes over."""
         self.limit(session)
         session.forget_model_of_another_part(plan.split_point)
         session.channel.post(Message(Kind.PLAN, epoch, body=plan_body(plan)))
         if leaving is not None:
             session.channel.post(Message(Kind.STATE, epoch, body=leaving))
-            session.expect_momentum()
+            session.expect_state()
 
     def _changed(self, plans: Mapping[str, Plan]) -> dict[str, Plan]:
         known = {name: plan for name, plan in sorted(plans.items()) if name in self._orders}

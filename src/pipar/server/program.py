@@ -224,8 +224,8 @@ class Server:
     async def suspend(self, reason: str) -> None:
         """Tell all devices why the training stops for now, and to retry later; then save its current state."""
         await self._membership.suspend(reason)
-        # In the middle of a round the replicas have moved on, and with them the momentum or the shared model.
-        can_save = not self._plans.keep_momentum and not self._training.method.shares_server_model
+        # In the middle of a round the replicas have moved on, and with them the optimisers or the shared model.
+        can_save = not self._plans.keep_state and not self._training.method.shares_server_model
         if self._checkpointer is not None and can_save:
             await self._checkpointer.save_if_due(self.done, last=True)
 

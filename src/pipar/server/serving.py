@@ -92,8 +92,8 @@ class Serving:
 
     async def _serve_epoch(self, session: Session, epoch: int) -> DeviceUpdate:
         orders, replica = self._plans.orders(session.device), self._replicas.of(session.device)
-        if session.round.expects_momentum:
-            await self._receive_momentum(session, replica, epoch)
+        if session.round.expects_state:
+            await self._receive_state(session, replica, epoch)
         splits = orders.plan.split_point < orders.layers
         batches = BatchCounter(epoch, orders.plan.micro_batches if splits else 0)
         losses: list[float | None] = []
@@ -152,12 +152,12 @@ class Serving:
             self._plans.limit(session)
         return message
 
-    async def _receive_momentum(self, session: Session, replica: ServerPart, epoch: int) -> None:
-        """Take the momentum of the layers that a device has handed over, before it trains."""
+    async def _receive_state(self, session: Session, replica: ServerPart, epoch: int) -> None:
+        """Take the optimiser state of the layers that a device has handed over, before it trains."""
         message = await session.next_message()
         expect(message, Kind.STATE, epoch - 1)
-        session.expect_no_momentum()
-        await self._exchange.receive_momentum(session, replica, message, epoch)
+        session.expect_no_state()
+        await self._exchange.receive_state(session, replica, message, epoch)
 
     async def _serve_micro_batch(self, session: Session, replica: ServerPart, orders: Orders, message: Message) -> None:
         """Compute the gradients of one micro-batch, and send that of its activations to the device."""
@@ -203,7 +203,7 @@ class Serving:
     async def drop(self, session: Session, epoch: int, reason: str) -> None:
         """Exclude a device from a round, and discard all that it has done in it."""
         await self._replicas.discard(session, epoch)
-        session.expect_no_momentum()
+        session.expect_no_state()
         self._replicas.finish(session.device)
         self._plans.measure_without(session.device, epoch)
         self._observe(Dropped(session.device, epoch, reason))

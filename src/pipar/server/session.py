@@ -58,7 +58,7 @@ class RoundRecord:
     outstanding: int = 0  # micro-batches that arrived and are not answered yet
     trained: int = 0  # samples of its whole batches in this round
     last_batch: tuple[int, int] = (0, 0)  # epoch and iteration of its last whole batch
-    expects_momentum: bool = False  # of layers that the device has handed over to the server
+    expects_state: bool = False  # of optimisers, for layers that the device has handed over to the server
     refers: bool = False  # to activations that the server has kept; it was told that it may
     abandoned: int = 0  # epochs up to this one are discarded, also what still arrives of them
     is_late: bool = False  # messages of an abandoned epoch may still arrive
@@ -242,7 +242,7 @@ class Session:
         return message
 
     def is_wanted(self, message: Message) -> bool:
-        """Whether a message is not of an abandoned epoch; momentum for a later plan may have been requested in it."""
+        """Whether a message is not of an abandoned epoch; state for a later plan may have been requested in it."""
         abandoned = self.round.abandoned
         return message.epoch > abandoned or (message.kind is Kind.STATE and message.epoch == abandoned)
 
@@ -286,13 +286,13 @@ class Session:
         self.round.last_batch = (message.epoch, message.iteration)
         self.round.trained += message.batch_samples
 
-    def expect_momentum(self) -> None:
-        """Expect the momentum of layers that the device hands over."""
-        self.round.expects_momentum = True
+    def expect_state(self) -> None:
+        """Expect the optimiser state of layers that the device hands over."""
+        self.round.expects_state = True
 
-    def expect_no_momentum(self) -> None:
-        """The momentum has arrived, or is not waited for any longer."""
-        self.round.expects_momentum = False
+    def expect_no_state(self) -> None:
+        """The state has arrived, or is not waited for any longer."""
+        self.round.expects_state = False
 
     def send_model(self, message: Message, split_point: int) -> None:
         """Send the device its part of the global model of an epoch."""

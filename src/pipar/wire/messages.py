@@ -10,7 +10,7 @@ ACTIVATION     ->                        one micro-batch and its labels, or the 
 END_EPOCH      ->                        'stop epoch': samples trained, loss if the device computed it, its uplink
 MODEL          ->                        the trained part
                <-          PLAN          a new plan from now on, if there is one
-STATE         <->                        momentum of layers that the plan moves, if momentum is kept
+STATE         <->                        optimiser state of layers that the plan moves, if it is kept
                <-          MODEL         the new global model's part
                <-          REPORT        the round is over: send its trace
 TRACE          ->                        the epoch's spans

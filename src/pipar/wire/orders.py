@@ -23,7 +23,7 @@ class Orders:
     layers: int
     batch_size: int
     batch_statistics: bool
-    keep_momentum: bool
+    keep_state: bool
     proximal: float = 0.0  # the weight mu of FedProx's term; 0 without one
     #: Over a link slower than this, models are sent as their changes; 0: always whole.
     changes_below_bps: float = 0.0
@@ -143,15 +143,15 @@ _CONTENT = {
     **_PLAN,
     **dict.fromkeys(("session", "layers", "batch_size", "releases", *_RARE), int),
     "batch_statistics": bool,
-    "keep_momentum": bool,
+    "keep_state": bool,
     **dict.fromkeys(_AMOUNTS, float),
 }
 
 
 def _check_noise(content: Mapping[str, Any]) -> None:
-    if content["keep_momentum"]:
+    if content["keep_state"]:
         raise ProtocolError(
-            "The server orders noise on updates and momentum that moves with layers; momentum would be sent without "
+            "The server orders noise on updates and optimiser state that moves with layers; it would be sent without "
             "noise."
         )
     for key in ("clip", "noise_multiplier"):

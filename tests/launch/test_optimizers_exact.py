@@ -1,0 +1,130 @@
+"""Every optimiser trains the weights of a plain loop, wherever the network and the batch are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from support import plain_optimizers as plain
+from support.plain_optimizers import Plain
+from support.training import EXACT, Case, largest_error, make_job, reference_data
+from torch import nn
+
+from pipar.events import ignore
+from pipar.launch.virtual import train_virtually
+from pipar.links import Link
+from pipar.methods import Plan
+from pipar.nn.parts import Part
+from pipar.optimizer_settings import OPTIMIZERS
+from pipar.planner import replanner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Q = 5
+SIZES = (23, 10, 7)  # a tail, one whole batch, and less than one
+VISIBLE = 1e-6
+
+
+def network(*, bias: bool = True) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(5)
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(16, 6, bias=bias),
+            nn.Tanh(),
+            nn.Linear(6, 5, bias=bias),
+            nn.Linear(5, 10, bias=bias),
+        ).double()
+
+
+def case_of(name: str, keep: str, split_points: tuple[int, ...], micro_batches: tuple[int, ...], **more: Any) -> Case:
+    return Case(
+        "pipar",
+        split_points,
+        micro_batches,
+        sizes=SIZES[: len(split_points)],
+        momentum=keep,
+        optimizer=(("name", name), *more.items()),
+        epochs=3,
+        batch_size=10,
+    )
+
+
+def class_of(name: str) -> type[torch.optim.Optimizer]:
+    found: type[torch.optim.Optimizer] = getattr(torch.optim, OPTIMIZERS[name].class_name)
+    return found
+
+
+def plain_of(name: str, keep: str, **arguments: Any) -> Plain:
+    given = {"lr": 0.01, "momentum": 0.9, **arguments} if name == "sgd" else arguments
+    return Plain(lambda model: class_of(name)(model.parameters(), **given), keep == "keep")
+
+
+def train(case: Case, model: nn.Module, script: Sequence[Sequence[Plan]] = ()) -> dict[str, torch.Tensor]:
+    """Return the trained weights, in virtual time; a script changes the plans between two rounds."""
+    workload = case.workload(model)
+    left = iter(script)
+
+    async def replan(links: Mapping[str, Link]) -> Mapping[str, Plan]:
+        return dict(zip(sorted(links), next(left), strict=True))
+
+    more = {"replan": replan} if script else {}
+    learner = train_virtually(make_job(workload), workload, lambda *_: None, ignore, **more)
+    assert next(left, None) is None
+    return learner.state()
+
+
+def expected(case: Case, model: nn.Module, how: Plain) -> dict[str, torch.Tensor]:
+    data = reference_data(case.workload(model))
+    return plain.train(model, data, how)
+
+
+def every_optimiser() -> list[Any]:
+    """Return all names; three of them are fast tests, of different kinds of state."""
+    fast = ("sgd", "adamw", "adafactor")
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in OPTIMIZERS]
+
+
+@pytest.mark.parametrize("keep", ["reset", "keep"])
+@pytest.mark.parametrize("name", every_optimiser())
+def test_every_optimiser_trains_the_weights_of_a_plain_loop(
+    name: str, keep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network(bias=name != "muon")  # which takes matrices only
+    how = plain_of(name, keep)
+    alone = case_of(name, keep, (2,), (7,))
+    assert largest_error(train(alone, model), expected(alone, model, how)) < EXACT
+    together = case_of(name, keep, (2, 4, Q), (3, 7, 1))
+    wanted = expected(together, model, how)
+    assert largest_error(train(together, model), wanted) < EXACT
+    monkeypatch.setattr(replanner, "NOTICED", -1.0)  # every round's links count as changed
+    script = [[Plan(4, 3), Plan(Q, 1), Plan(2, 7)], [Plan(1, 7), Plan(2, 3), Plan(3, 1)]]
+    assert largest_error(train(together, model, script), wanted) < EXACT
+    assert largest_error(expected(together, model, plain_of("sgd", keep)), wanted) > VISIBLE or name == "sgd"
+
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "adam": {"amsgrad": True, "betas": [0.8, 0.95]},
+    "adamw": {"weight_decay": 0.3, "maximize": True},
+    "rmsprop": {"momentum": 0.5, "centered": True},
+    "sgd": {"nesterov": True, "momentum": 0.7},
+    "adafactor": {"eps": [1e-9, 0.01], "d": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_of_an_optimiser_have_the_meaning_that_they_have_in_torch(name: str) -> None:
+    model, given = network(), ARGUMENTS[name]
+    case = case_of(name, "keep", (2, 4), (3, 7), **given)
+    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    assert largest_error(train(case, model), expected(case, model, plain_of(name, "keep", **arguments))) < EXACT
+
+
+def test_state_that_is_lost_on_the_way_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, model = case_of("adamw", "keep", (2, 2, 2), (3,)), network()
+    monkeypatch.setattr(replanner, "NOTICED", -1.0)
+    monkeypatch.setattr(Part, "receive_state", lambda *_: None)
+    script = [[Plan(4, 3)] * 3, [Plan(1, 3)] * 3]
+    assert largest_error(train(case, model, script), expected(case, model, plain_of("adamw", "keep"))) > VISIBLE

@@ -1,0 +1,106 @@
+"""The optimisers that a configuration may name are those of torch, and a wrong one is refused in one sentence."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipar.config import Config, OptimizerSection, hints
+from pipar.config_file import config_from, dump_config, load_config, with_settings
+from pipar.errors import ConfigError
+from pipar.nn.optimizers import OptimizerSettings
+from pipar.optimizer_settings import OPTIMIZERS, REFUSED, state_copies
+
+#: Arguments that only choose how torch computes.
+HOW = {"params", "lr", "self", "foreach", "fused", "capturable", "differentiable"}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_arguments_and_defaults_are_those_of_torch(name: str) -> None:
+    known = OPTIMIZERS[name]
+    parameters = inspect.signature(getattr(torch.optim, known.class_name)).parameters
+    assert set(known.arguments) == set(parameters) - HOW
+    if name != "sgd":  # whose defaults are pipar's own
+        assert known.learning_rate == parameters["lr"].default
+        assert known.arguments == {key: parameters[key].default for key in known.arguments}
+
+
+def test_every_optimiser_of_torch_is_known_or_refused() -> None:
+    classes = {value for value in vars(torch.optim).values() if isinstance(value, type)}
+    names = {one.__name__.lower() for one in classes if issubclass(one, torch.optim.Optimizer)} - {"optimizer"}
+    assert names == set(OPTIMIZERS) | set(REFUSED)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adafactor"])
+def test_values_that_are_kept_for_each_weight_are_those_that_torch_keeps(name: str) -> None:
+    weight = nn.Parameter(torch.ones(64, 64))
+    more: dict[str, Any] = {"adam": {"amsgrad": True}, "rmsprop": {"centered": True, "momentum": 0.5}}.get(name, {})
+    kept = OptimizerSettings(name, arguments=more).layout("weight", weight).values()
+    assert sum(shape.numel() for shape, _ in kept if shape.numel() > 2) / weight.numel() == state_copies(name, more)
+
+
+def test_a_key_that_is_not_given_has_the_default_of_the_optimiser() -> None:
+    assert OptimizerSection() == OptimizerSection(name="sgd", learning_rate=0.01, momentum=0.9, weight_decay=0.0)
+    adamw = OptimizerSection(name="adamw")
+    assert (adamw.learning_rate, adamw.momentum, adamw.weight_decay) == (0.001, None, 0.01)
+    assert OptimizerSection(name="rprop").arguments == {}
+    assert OptimizerSection(name="adam", betas=[0.8, 0.9]).arguments == {"weight_decay": 0.0, "betas": (0.8, 0.9)}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_configuration_with_any_optimiser_is_written_and_read_back(name: str, tmp_path: Any) -> None:
+    config = config_from({"optimizer": {"name": name, "maximize": True} if name != "muon" else {"name": name}})
+    file = tmp_path / "config.toml"
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
+
+
+def test_another_optimiser_by_a_setting_has_its_own_defaults() -> None:
+    changed = with_settings(config_from({"optimizer": {"name": "adam"}}), ["optimizer.name=rmsprop"])
+    assert changed.optimizer == OptimizerSection(name="rmsprop")
+
+
+def test_the_former_name_of_a_key_is_accepted_with_a_hint() -> None:
+    config = config_from({"optimizer": {"momentum_at_aggregation": "keep"}})
+    assert config == config_from({"optimizer": {"state_at_aggregation": "keep"}})
+    assert len(hints(config)) == 1
+    assert with_settings(config, ["run.epochs=1"]).optimizer.state_at_aggregation == "keep"
+    assert hints(Config()) == []
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"name": "adm"}, "optimizer.name = 'adm' is not known (did you mean 'adam'?); allowed are sgd, adam, adamw,"),
+    ({"name": 5}, "optimizer.name = 5 is not text"),
+    ({"name": "lbfgs"}, "optimizer.name = 'lbfgs' cannot be used: it evaluates the loss several times a step"),
+    ({"name": "LBFGS"}, "optimizer.name = 'LBFGS' cannot be used"),
+    ({"name": "sparseadam"}, "optimizer.name = 'sparseadam' cannot be used: it takes sparse gradients only"),
+    ({"betas": [0.9, 0.99]}, "optimizer.betas = [0.9, 0.99] is no argument of sgd: its own are learning_rate,"),
+    ({"name": "adam", "momentum": 0.9}, "optimizer.momentum = 0.9 is no argument of adam"),
+    ({"name": "adam", "beta": [0.9, 0.99]}, "is no argument of adam (did you mean 'betas'?): its own are"),
+    ({"name": "adam", "betas": 0.9}, "optimizer.betas = 0.9 is not allowed: adam takes a list of 2 numbers."),
+    ({"name": "adam", "betas": [0.9]}, "optimizer.betas = [0.9] is not allowed: adam takes a list of 2 numbers."),
+    ({"name": "adam", "amsgrad": 1}, "optimizer.amsgrad = 1 is not allowed: adam takes true or false."),
+    ({"name": "adam", "eps": "small"}, "optimizer.eps = 'small' is not allowed: adam takes a number."),
+    ({"name": "rprop", "weight_decay": 0.1}, "optimizer.weight_decay = 0.1 is no argument of rprop"),
+    ({"name": "adam", "foreach": True}, "optimizer.foreach = True is no argument of adam"),
+    ({"factory": "a:b", "learning_rate": 0.1}, "optimizer.learning_rate is given with optimizer.factory, which makes"),
+    ({"factory": "a:b", "name": "sgd"}, "optimizer.name is given with optimizer.factory"),
+    (
+        {"momentum_at_aggregation": "keep", "state_at_aggregation": "reset"},
+        "optimizer.momentum_at_aggregation = 'keep' is the former name of optimizer.state_at_aggregation, which is",
+    ),
+    ({"state_at_aggregation": "drop"}, "optimizer.state_at_aggregation = 'drop' is not known; allowed are reset,"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("section", "sentence"), WRONG, ids=[str(one) for one, _ in WRONG])
+def test_a_wrong_optimiser_is_refused_in_one_sentence(section: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_from({"optimizer": section})
+    assert sentence in str(refused.value)
+    assert str(refused.value).endswith(".")
+    assert "\n" not in str(refused.value)
