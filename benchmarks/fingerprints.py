@@ -43,7 +43,7 @@ _REPLANNED = (
     "--set data.validation=20 --set data.test=20"
 )
 _DIVERGING = "--set optimizer.learning_rate=0.5"
-_KEEP = "--set optimizer.momentum_at_aggregation=keep"
+_KEEP = "--set optimizer.state_at_aggregation=keep"
 _REAL_PROCESSES = (
     f"run {_FEW} {_FIXED} --set model.dtype=float64 --set wire.encoding=raw --link unlimited --speed 1 --devices 2 "
     "--set plan.replan=false"
@@ -120,7 +120,7 @@ TRAININGS: dict[str, str] = {
 #: The settings of the deployments that are stopped and resumed, by the name of the training.
 DEPLOYMENTS: dict[str, str] = {
     "resumed deployment": _DEPLOYED,
-    "resumed deployment, momentum kept": f"{_DEPLOYED} optimizer.momentum_at_aggregation=keep",
+    "resumed deployment, momentum kept": f"{_DEPLOYED} optimizer.state_at_aggregation=keep",
 }
 _NAMES = (*TRAININGS, *DEPLOYMENTS)
 #: In real time: their seconds, and the bytes of most epochs, differ from run to run.

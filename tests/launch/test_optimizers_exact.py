@@ -20,7 +20,7 @@ from pipar.nn.parts import Part
 from pipar.optimizer_settings import OPTIMIZERS
 from pipar.planner import replanner
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 Q = 5
 SIZES = (23, 10, 7)  # a tail, one whole batch, and less than one
@@ -81,14 +81,8 @@ def expected(case: Case, model: nn.Module, how: Plain) -> dict[str, torch.Tensor
     return plain.train(model, data, how)
 
 
-def every_optimiser() -> list[Any]:
-    """Return all names; three of them are fast tests, of different kinds of state."""
-    fast = ("sgd", "adamw", "adafactor")
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in OPTIMIZERS]
-
-
 @pytest.mark.parametrize("keep", ["reset", "keep"])
-@pytest.mark.parametrize("name", every_optimiser())
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_every_optimiser_trains_the_weights_of_a_plain_loop(
     name: str, keep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

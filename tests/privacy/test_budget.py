@@ -96,8 +96,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"run": {"method": "sl"}, "privacy": {"noise_multiplier": 1.0}}, "fl, sfl and pipar, but run.method is 'sl'"),
     ({"run": {"method": "sfl2"}, "privacy": {"target_epsilon": 1.0}}, "fl, sfl and pipar, but run.method is 'sfl2'"),
     (
-        {"optimizer": {"momentum_at_aggregation": "keep"}, "privacy": {"noise_multiplier": 1.0}},
-        "momentum of layers that change sides would be sent without noise",
+        {"optimizer": {"state_at_aggregation": "keep"}, "privacy": {"noise_multiplier": 1.0}},
+        "optimiser state of layers that change sides would be sent without noise",
     ),
     ({"privacy": {"pixel_epsilon": 1.5}}, "privacy.pixel_epsilon = 1.5 is not allowed"),
     ({"privacy": {"noise_multiplier": 1e-160}}, "privacy.noise_multiplier = 1e-160 is not allowed"),
@@ -106,9 +106,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("tree", "sentence"), REFUSED, ids=["sl", "sfl2", "momentum", "pixel", "noise", "clip", "target"]
-)
+@pytest.mark.parametrize(("tree", "sentence"), REFUSED, ids=["sl", "sfl2", "state", "pixel", "noise", "clip", "target"])
 def test_settings_that_cannot_be_private_are_refused_in_one_sentence(tree: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config_from(tree)
@@ -214,7 +212,7 @@ def test_a_training_is_not_resumed_with_noise_where_there_was_none(tmp_path: Pat
 
 def test_orders_that_combine_noise_with_momentum_are_refused() -> None:
     orders = Orders(1, Plan(1, 1), 2, 10, False, True, noise_multiplier=1.0)
-    with pytest.raises(ProtocolError, match="momentum that moves with layers"):
+    with pytest.raises(ProtocolError, match="optimiser state that moves with layers"):
         Orders.read(Message(Kind.WELCOME, body=orders.to_body()))
     assert Orders.read(Message(Kind.WELCOME, body=replace(orders, keep_state=False).to_body())).protects
 
