@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
 PRIVACY = ROOT / "docs" / "explanation" / "privacy-costs.md"
+PRIVACY_TABLES = ROOT / "docs" / "reference" / "privacy-cost-tables.md"
 PRIVACY_PICTURE = ROOT / "docs" / "images" / "privacy-costs.svg"
 
 
@@ -197,15 +198,19 @@ def quoted_measured(text: str) -> str:
 
 
 def quoted_privacy(text: str) -> str:
-    """Return the page about the cost of privacy with its tables."""
+    """Return the page about the cost of privacy with its summary."""
+    return _filled(text, {"overheads": privacy.summary(_result("privacy")["details"])})
+
+
+def quoted_privacy_tables(text: str) -> str:
+    """Return the page with every cell of the cost of privacy with its tables."""
     details = _result("privacy")["details"]
     cells = {"papers": privacy.papers_cells(details), "planned": privacy.planned_cells(details)}
-    tables = {name: privacy.table(of) for name, of in cells.items()}
-    return _filled(text, {"overheads": privacy.summary(details), **tables})
+    return _filled(text, {name: privacy.table(of) for name, of in cells.items()})
 
 
 def privacy_picture() -> str:
-    """Return the picture of that page."""
+    """Return the picture of the page about the cost of privacy."""
     return picture(privacy.planned_cells(_result("privacy")["details"]), privacy.NETWORKS)
 
 
@@ -224,4 +229,5 @@ if __name__ == "__main__":
     README.write_text(quoted(README.read_text("utf-8")), "utf-8")
     MEASURED.write_text(quoted_measured(MEASURED.read_text("utf-8")), "utf-8")
     PRIVACY.write_text(quoted_privacy(PRIVACY.read_text("utf-8")), "utf-8")
+    PRIVACY_TABLES.write_text(quoted_privacy_tables(PRIVACY_TABLES.read_text("utf-8")), "utf-8")
     PRIVACY_PICTURE.write_text(privacy_picture(), "utf-8")

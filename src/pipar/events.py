@@ -221,7 +221,7 @@ class EquivalenceChanged:
 
 
 @dataclass(frozen=True)
-class BegunAnew:
+class RoundRestarted:
     """No device counts in a round: the model of the previous round is restored, and the round is trained again."""
 
     epoch: int
@@ -427,7 +427,7 @@ Event = (
     | TimeoutsChosen
     | RoundOver
     | EquivalenceChanged
-    | BegunAnew
+    | RoundRestarted
     | BudgetSpent
     | Dropped
     | Away

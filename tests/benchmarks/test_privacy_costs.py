@@ -21,7 +21,14 @@ from benchmarks.privacy import (
     table,
 )
 from benchmarks.privacy_picture import decades, picture, round_step
-from benchmarks.quoted import PRIVACY, PRIVACY_PICTURE, privacy_picture, quoted_privacy
+from benchmarks.quoted import (
+    PRIVACY,
+    PRIVACY_PICTURE,
+    PRIVACY_TABLES,
+    privacy_picture,
+    quoted_privacy,
+    quoted_privacy_tables,
+)
 from benchmarks.record import RESULTS
 
 
@@ -136,8 +143,9 @@ def test_axes_have_round_numbers() -> None:
     assert decades(CELLS) == (-1, 1)
 
 
-def test_the_page_has_the_tables_and_the_picture_of_the_checked_in_results() -> None:
-    text = PRIVACY.read_text("utf-8")
+def test_the_pages_have_the_tables_and_the_picture_of_the_checked_in_results() -> None:
+    text, tables = PRIVACY.read_text("utf-8"), PRIVACY_TABLES.read_text("utf-8")
     assert text == quoted_privacy(text)
+    assert tables == quoted_privacy_tables(tables)
     drawn = privacy_picture()
     assert drawn == PRIVACY_PICTURE.read_text("utf-8") == (RESULTS / "privacy.svg").read_text("utf-8")

@@ -13,7 +13,7 @@ from support.roaming import A, B, C, Roamed, roam, same
 from support.training import Case, hand_made_profile
 from torch import nn
 
-from pipar.events import Back, BegunAnew, Dropped, Lost, Replanned
+from pipar.events import Back, Dropped, Lost, Replanned, RoundRestarted
 from pipar.methods import Plan
 from pipar.nn.rectified import rectified_cuts
 from pipar.profiling.profile import CodingTimes, Profile
@@ -159,7 +159,7 @@ def test_encodings_do_not_change_a_restarted_round(method: str, sent: Sent) -> N
     cut = dict.fromkeys((A, B, C), 0.4)
     found = in_every_encoding(restarted, sent, cut, pause_s=0.5, resume_window=0.2, min_devices=3)
     for one in found.values():
-        assert len(one.of(BegunAnew)) >= 1
+        assert len(one.of(RoundRestarted)) >= 1
         assert same(one.state, undisturbed.state)
 
 

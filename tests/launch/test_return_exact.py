@@ -11,7 +11,7 @@ from support.reference import State
 from support.roaming import A, B, C, roam, same
 from support.training import EXACT, Case, largest_error, reference_data
 
-from pipar.events import Back, BegunAnew, Dropped, Lost
+from pipar.events import Back, Dropped, Lost, RoundRestarted
 from pipar.methods import Plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,7 +84,7 @@ def test_a_round_in_which_no_device_counts_does_not_change_a_shared_model(method
     cuts = {name: [frames // case.epochs // 2 + 2] for name, frames in undisturbed.carried.items()}
     roamed = roam(case, cuts, pause_s=0.5, resume_window=0.2, min_devices=3)
     assert sorted((event.device, event.epoch) for event in roamed.of(Dropped)) == [(A, 1), (B, 1), (C, 1)]  # type: ignore[attr-defined]
-    assert len(roamed.of(BegunAnew)) == 1
+    assert len(roamed.of(RoundRestarted)) == 1
     assert same(roamed.state, undisturbed.state)
 
 

@@ -31,7 +31,6 @@ from pipar.errors import LinkError, TooFewDevicesError, TrainingError, UnusableM
 from pipar.events import (
     Away,
     Back,
-    BegunAnew,
     Dropped,
     Event,
     Joined,
@@ -41,6 +40,7 @@ from pipar.events import (
     Refused,
     Replanned,
     RoundOver,
+    RoundRestarted,
     Waiting,
 )
 from pipar.links import Link
@@ -233,7 +233,7 @@ def test_when_all_devices_are_lost_the_same_round_is_trained_again_with_those_th
     lives = [by_hand(Kind.ROUND, activation(), 2.0, leaves=True, name=name) for name in "ab"]
     outcome = train([*lives, honest("a", starts_s=50.0), honest("b", starts_s=50.0)], epochs=2)
     assert outcome.failure is None
-    assert outcome.of(BegunAnew) == [BegunAnew(1, None)]
+    assert outcome.of(RoundRestarted) == [RoundRestarted(1, None)]
     assert sorted(dropped(outcome)) == [("a", 1), ("b", 1)]
     assert [counts.keys() & {"a"} for counts in outcome.counted] == [{"a"}, {"a"}]
     assert [result.epoch for result in outcome.results] == [1, 2]
@@ -523,7 +523,7 @@ def test_a_round_of_split_learning_for_which_all_are_too_late_starts_over_with_m
     outcome = train(lives, method="sl", epochs=2, round_deadline_s=4.0, min_devices=2)
     assert outcome.failure is None
     assert outcome.counted == [{"a": 20, "b": 20}] * 2
-    assert [(event.epoch, event.deadline_s) for event in outcome.of(BegunAnew)] == [(1, 8.0), (1, 16.0)]
+    assert [(event.epoch, event.deadline_s) for event in outcome.of(RoundRestarted)] == [(1, 8.0), (1, 16.0)]
     assert outcome.left_running == 0
 
 

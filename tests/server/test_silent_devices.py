@@ -21,7 +21,7 @@ from support.server_world import (
     until,
 )
 
-from pipar.events import Away, Back, BegunAnew, Dropped, Lost, TimeoutsChosen
+from pipar.events import Away, Back, Dropped, Lost, RoundRestarted, TimeoutsChosen
 from pipar.server.patience import ChosenTimeouts
 from pipar.server.timeouts import Forecast
 from pipar.transport.channel import Channel
@@ -167,5 +167,5 @@ def test_devices_of_split_learning_that_are_all_too_slow_get_more_time() -> None
     short = ChosenTimeouts(forecasts=lambda names: dict.fromkeys(names, Forecast(0.1, 0.2)))
     lives = [roaming("a", speed=0.08), roaming("b", speed=0.08)]
     outcome = train(lives, method="sl", epochs=1, timeouts=short, min_devices=2)
-    assert outcome.of(BegunAnew), "all were too late at first"
+    assert outcome.of(RoundRestarted), "all were too late at first"
     assert outcome.counted == [{"a": 20, "b": 20}]

@@ -21,7 +21,6 @@ from pipar.events import (
     Away,
     Back,
     Barred,
-    BegunAnew,
     BudgetSpent,
     Connected,
     Connecting,
@@ -51,6 +50,7 @@ from pipar.events import (
     ReportWritten,
     Resumed,
     RoundOver,
+    RoundRestarted,
     Saved,
     SaveFailed,
     Silent,
@@ -84,7 +84,7 @@ _LEVELS: dict[type[Event], int] = {
     Away: logging.WARNING,
     Lost: logging.WARNING,
     Dropped: logging.WARNING,
-    BegunAnew: logging.WARNING,
+    RoundRestarted: logging.WARNING,
     BudgetSpent: logging.WARNING,
     Reconnecting: logging.WARNING,
     ReplanFailed: logging.WARNING,
@@ -215,7 +215,7 @@ class EventDescriber:
                 samples = _count(sum(event.counted.values()), "sample")
                 devices = _count(len(event.counted), "device")
                 return f"round {event.epoch} finished: {devices}, {samples}{_epsilons(event.epsilon)}{_partly(event)}"
-            case BegunAnew():
+            case RoundRestarted():
                 deadline = "" if event.deadline_s is None else f" with a deadline of {event.deadline_s:g} s"
                 return f"round {event.epoch} restarts{deadline}: no device finished it, and the model is unchanged"
             case BudgetSpent():

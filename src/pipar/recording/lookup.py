@@ -25,7 +25,7 @@ _SHAPE_BYTES = 8
 
 
 class ReplayClock:
-    """Compares the clock of a replay with that of the recorded server, anew at the start of every round.
+    """Compares the clock of a replay with that of the recorded server, again at the start of every round.
 
     With `follows_devices`, it also does so for each device whose link changes, at each of its passes. A device
     that is a little ahead of or after its recorded time would otherwise send less or more before its link changes, and

@@ -22,7 +22,6 @@ from pipar.errors import ConfigError
 from pipar.events import (
     Away,
     Back,
-    BegunAnew,
     BudgetSpent,
     Dropped,
     EpochResult,
@@ -37,6 +36,7 @@ from pipar.events import (
     Replanned,
     Resumed,
     RoundOver,
+    RoundRestarted,
     SaveFailed,
     Silent,
     Stopping,
@@ -64,7 +64,7 @@ Recording = tuple[Callable[[Emit], Emit], Callable[[Observer], Observer]]
 
 #: Events that are recorded. Reports of progress, files and certificates are not.
 _RECORDED = (
-    Joined, Away, Back, Lost, Left, Dropped, BegunAnew, Replanned, ReplanFailed, RoundOver, Refused, Silent, Heard,
+    Joined, Away, Back, Lost, Left, Dropped, RoundRestarted, Replanned, ReplanFailed, RoundOver, Refused, Silent, Heard,
     Waiting, BudgetSpent, Resumed, Stopping,
 )  # fmt: skip
 #: How reasons begin that are the server's own words and numbers. What follows, and any other reason, may name addresses
@@ -236,7 +236,7 @@ def public_config(config: Config) -> Config:
 def _event_record(now: float, event: Event, devices: Container[str]) -> dict[str, Any]:
     """Return an event without texts that may name addresses and paths.
 
-    Of its reason it has only the server's own words; who was refused is recorded only if it is one of the devices.
+    Of its reason it has only the server's own words. A refused name is recorded only if it is that of a device.
     """
     about = {key: value for key, value in asdict(event).items() if value not in ("", None)}
     if "reason" in about and (own := _OWN_WORDS.match(about.pop("reason"))):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pipar.errors import TooFewDevicesError, UnusableModelError
-from pipar.events import BegunAnew, Observer
+from pipar.events import Observer, RoundRestarted
 from pipar.server.deadlines import FixedDeadline, LearnedDeadline
 from pipar.server.device_messages import SquaredError, added_errors
 from pipar.server.interfaces import Deadline, Training
@@ -217,7 +217,7 @@ class Rounds:
         await self._replicas.discard_round(this.epoch)
         if this.any_late:
             self._deadline.lengthen(one_at_a_time=self._one_device_at_a_time)
-        self._observe(BegunAnew(this.epoch, self._deadline.seconds))
+        self._observe(RoundRestarted(this.epoch, self._deadline.seconds))
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
