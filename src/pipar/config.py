@@ -198,6 +198,7 @@ class RunSection(_Section):
     batch_size: UpToAMillion = 100
     seed: NotNegative = 0
     patience: Positive | None = None
+    keep: Literal["best", "last"] = "last"  # the model in model.safetensors
     trace: Literal["auto", "full", "sampled", "off"] = "auto"
     trackers: Annotated[tuple[str, ...], BeforeValidator(_trackers)] = ()
 
@@ -467,6 +468,13 @@ def hints(config: Config) -> list[str]:
         "optimizer.momentum_at_aggregation is now optimizer.state_at_aggregation, for all optimisers; the former name "
         "is still accepted."
     ]
+
+
+def validated_keys(config: Config) -> dict[str, Any]:
+    """Return the keys, with their values, that need a validation set."""
+    run = config.run
+    patience = {} if run.patience is None else {"run.patience": run.patience}
+    return {**patience, **({"run.keep": "'best'"} if run.keep == "best" else {})}
 
 
 def refuse_cut_points(config: Config) -> None:

@@ -198,6 +198,9 @@ COMMANDS = [
     ("run --virtual --set run.patience=2 --set data.validation=0", "run.patience = 2 needs a validation set"),
     ("run --set run.patience=2 --set data.factory=own_models:no_held_out", "run.patience = 2 needs a validation set"),
     ("run --timing-only --set run.patience=2", "run.patience = 2 needs validation losses"),
+    ("run --virtual --set run.keep=best --set data.validation=0", "run.keep = 'best' needs a validation set"),
+    ("run --timing-only --set run.keep=best", "run.keep = 'best' needs validation losses"),
+    ("run --virtual --set run.keep=first", "run.keep = 'first'"),
     # devices that may not take part
     ("run --virtual --set server.allow=['device-1']", "server.allow does not name 'device-2', which is in [[devices]]"),
     ("run --timing-only --set server.allow=nobody.txt", "Cannot read the names of the devices that may take part"),

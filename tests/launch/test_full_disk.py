@@ -23,6 +23,7 @@ class Folder:
     def __init__(self, path: Path, failures: int) -> None:
         self.path, self.failures = path, failures
         self.epochs: list[Any] = []
+        self.best = None
         self.round_log = [{"pi-1": 20}] * 3
 
     def _write(self, content: dict[str, Any]) -> dict[str, Any]:

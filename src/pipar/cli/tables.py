@@ -159,6 +159,8 @@ def result_table(result: Result, config: Config) -> RenderableType:
         table.add_row("sent", f"{_traffic(epochs, 'bytes_up')} up, {_traffic(epochs, 'bytes_down')} down in each epoch")
     if content["test_accuracy"] is not None:
         table.add_row("test accuracy", percent(content["test_accuracy"]))
+    if config.run.keep == "best" and epochs:
+        table.add_row("kept model", f"of epoch {content['kept_epoch']}, with the lowest validation loss")
     privacy = privacy_text(content, config, "\n")
     if privacy is not None:
         table.add_row("privacy", privacy)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipar.config import Config, DeviceSpec, device_specs, refuse_cut_points
+from pipar.config import Config, DeviceSpec, device_specs, refuse_cut_points, validated_keys
 from pipar.data.catalog import SYNTHETIC_SAMPLES, DatasetInfo, dataset_info
 from pipar.data.request import Request, check_request, published_counts
 from pipar.errors import ConfigError, DataError
@@ -66,7 +66,7 @@ def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
     check_given_plans(workload.config, device_specs(workload.config), len(model), workload.model_name)
     sizes, batch_statistics = workload.sizes(), uses_batch_statistics(model)
     _check_sizes(workload.config, sizes, batch_statistics=batch_statistics)
-    _check_patience(workload)
+    _check_validation_set(workload)
     workload.optimizer().check(model)
     # Only to check it: building a user's own aggregator may raise.
     make_aggregator(workload.config.server.aggregator, workload.config.server.aggregation)
@@ -145,12 +145,10 @@ def _check_sizes(config: Config, sizes: Mapping[str, int], *, batch_statistics: 
             )
 
 
-def _check_patience(workload: Workload) -> None:
-    if workload.config.run.patience is not None and workload.held_out("validation") is None:
-        patience = workload.config.run.patience
-        raise ConfigError(
-            f"run.patience = {patience} needs a validation set, and there is none: give one, or unset run.patience."
-        )
+def _check_validation_set(workload: Workload) -> None:
+    for key, value in validated_keys(workload.config).items():
+        if workload.held_out("validation") is None:
+            raise ConfigError(f"{key} = {value} needs a validation set, and there is none: give one, or unset {key}.")
 
 
 def check_given_plans(config: Config, specs: Iterable[DeviceSpec], layers: int, model: str) -> None:

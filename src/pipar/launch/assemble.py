@@ -23,7 +23,16 @@ from pipar.privacy.budget import PrivacyAccountant
 from pipar.server.allow_list import AllowList
 from pipar.server.enrolment import ClosedEnrolment, OpenEnrolment
 from pipar.server.epoch_results import ResultCollector, TimeBounds
-from pipar.server.interfaces import Checkpointer, Deadline, Learner, ServerLanes, Services, SessionSettings, Training
+from pipar.server.interfaces import (
+    Checkpointer,
+    Deadline,
+    Learner,
+    ModelKeeper,
+    ServerLanes,
+    Services,
+    SessionSettings,
+    Training,
+)
 from pipar.server.patience import ChosenTimeouts
 from pipar.server.program import Server
 from pipar.server.session import fault
@@ -55,6 +64,7 @@ class ServerSetup:
     search: PlanSearch | None = None  # without `replan`, finds them for what the server has learned of the fleet
     session_numbers: Iterable[int] | None = None
     checkpointer: Checkpointer | None = None
+    best: ModelKeeper | None = None  # keeps the best global model
     accountant: PrivacyAccountant | None = None  # with what the devices have spent of their privacy budgets before
     done: Sequence[float | None] = ()  # the validation losses of the epochs that were trained before
 
@@ -104,6 +114,7 @@ class _ServerBuilder:
             self._make_replanner(),
             setup.checkpointer,
             setup.observe,
+            setup.best,
         )
         sessions = SessionSettings(
             network=job.server_profile,

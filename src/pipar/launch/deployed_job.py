@@ -109,6 +109,15 @@ def validation_batches(workload: Workload) -> Batches:
         return []
 
 
+def check_validation_set(workload: Workload) -> None:
+    """Raise ConfigError if the best model is to be kept, and the server has no validation set to find it with."""
+    if workload.config.run.keep == "best" and not validation_batches(workload):
+        raise ConfigError(
+            "run.keep = 'best' needs a validation set, and this server has none: put the dataset on its machine, or "
+            "unset run.keep."
+        )
+
+
 def accuracy_on_test_set(learner: TorchLearner, workload: Workload) -> float | None:
     """Return the accuracy of the global model on the test set; None if the server does not have it."""
     try:

@@ -33,7 +33,13 @@ from pipar.job.model_setup import make_learner, seed_dropout
 from pipar.job.plans import make_plans
 from pipar.job.workload import Workload
 from pipar.launch.assemble import ServerSetup, assemble_server
-from pipar.launch.deployed_job import accuracy_on_test_set, job_without_devices, server_workload, validation_batches
+from pipar.launch.deployed_job import (
+    accuracy_on_test_set,
+    check_validation_set,
+    job_without_devices,
+    server_workload,
+    validation_batches,
+)
 from pipar.launch.deployed_process import (
     as_deployed,
     listed_specs,
@@ -42,6 +48,7 @@ from pipar.launch.deployed_process import (
     unlisted_spec,
     until_left,
 )
+from pipar.launch.final_model import final_files
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import started_event
 from pipar.monitoring.tracker_threads import Tracking, tracked
@@ -178,8 +185,8 @@ class _Run:
         """
         learner, folder = self.learner, self.folder
         patience_s = math.inf if is_over else 0.0
-        state = partial(folder.finish, weights=learner.packed_state(), weights_sha256=learner.sha256())
-        result = save_result(folder, without_signals(state), observe, patience_s=patience_s)
+        state = without_signals(final_files(folder, learner, observe))
+        result = save_result(folder, state, observe, patience_s=patience_s)
         if not is_over:
             return result
         with signals_deferred():
@@ -196,6 +203,7 @@ def _open_run(path: Path, workload: Workload, options: ServerOptions, observe: O
         refuse_to_replace_result(path)
     if found is None or found.round < config.run.epochs:
         check_listening(options.listen)  # now, not after the network is measured
+    check_validation_set(workload)
     job = job_without_devices(workload, observe)
     _check_cut(job, found)
     known = job if found is None else replace(job, plans=found.plans, sizes=found.samples)
@@ -365,6 +373,7 @@ class _ServerProgram:
                 checkpointer=checkpointer,
                 accountant=folder.accountant,
                 done=run.val_losses,
+                best=folder.best,
             ),
         )
 

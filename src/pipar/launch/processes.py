@@ -19,6 +19,7 @@ from pipar.job.warm_up import warm_up, warm_up_device
 from pipar.job.workload import UserObjects, Workload
 from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.launch.child_processes import ChildProcesses, EventSender, GracefulTermination
+from pipar.launch.final_model import final_files
 from pipar.launch.rehearsal import rehearse
 from pipar.methods import Plan
 from pipar.planner.background_search import SearchProcess
@@ -107,14 +108,14 @@ def _server_process(sender: EventSender, job: Job, own: UserObjects, task: _Serv
         observe=run.event_recorder(sender.observe),
         enrolment=ClosedEnrolment(job, partial(plans_for_profiles, job)),
         accountant=run.accountant,
+        best=run.best,
     )
     try:
         with recorded(run, world="real", is_on=task.record) as (emitting, watching):
             setup = replace(setup, emit=emitting(setup.emit), observe=watching(setup.observe))
             termination.run(_serve(job, setup, task.tokens))
     finally:  # the epochs so far and the last global model are kept, even if it is interrupted
-        state = partial(run.finish, weights=learner.packed_state(), weights_sha256=learner.sha256())
-        save_result(run, state, sender.observe)
+        save_result(run, final_files(run, learner, sender.observe), sender.observe)
     if not termination.requested():
         accuracy = measure_test_accuracy(learner, workload, termination.requested)
         save_result(run, partial(run.add_test_accuracy, accuracy), sender.observe)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipar import methods as known
 from pipar.aggregator_settings import check_method
-from pipar.config import Config, check_private_updates, device_names, device_specs
+from pipar.config import Config, check_private_updates, device_names, device_specs, validated_keys
 from pipar.config_file import config_from, load_config, with_settings
 from pipar.errors import ConfigError
 from pipar.events import LOADING, EpochResult, Observer, Preparing, Started, ignore
@@ -21,6 +21,7 @@ from pipar.execution.spans import Span
 from pipar.job.equivalence import equivalence_reasons
 from pipar.job.job import Job
 from pipar.job.prepare import prepare, prepare_timing_only
+from pipar.launch.final_model import final_files
 from pipar.launch.rehearsal import rehearse
 from pipar.monitoring.tracker_threads import tracked
 from pipar.recording.recorder import check_can_record, recorded
@@ -67,11 +68,8 @@ def run(
     if world not in WORLDS:
         raise ConfigError(f"world = '{world}' is unknown: use one of {', '.join(WORLDS)}.")
     resolved = _with_cut_points(_configuration(config, settings, datasets), cut_points)
-    if world == "timing-only" and resolved.run.patience is not None:
-        patience = resolved.run.patience
-        raise ConfigError(
-            f"run.patience = {patience} needs validation losses, and a timing-only run has none: unset it."
-        )
+    if world == "timing-only":
+        _check_needs_no_losses(resolved)
     _check_allowed(resolved)
     if record:
         check_can_record(resolved)
@@ -81,6 +79,12 @@ def run(
         result = _train(resolved, world, (model, datasets, validation, test), options)
         tracking.end(result.content)
         return result
+
+
+def _check_needs_no_losses(config: Config) -> None:
+    """Raise if a timing-only run, which has no validation losses, is asked to use them."""
+    for key, value in validated_keys(config).items():
+        raise ConfigError(f"{key} = {value} needs validation losses, and a timing-only run has none: unset it.")
 
 
 def _check_allowed(config: Config) -> None:
@@ -220,10 +224,9 @@ def _run_virtual(job: Job, workload: Workload, options: RunOptions) -> Result:
         try:
             with recorded(folder, world="virtual", is_on=options.record) as (emitting, watching):
                 emit, watch = emitting(options.epoch_recorder(folder)), watching(folder.event_recorder(options.observe))
-                train_virtually(job, workload, emit, watch, learner, accountant=folder.accountant)
+                train_virtually(job, workload, emit, watch, learner, accountant=folder.accountant, best=folder.best)
         finally:  # the epochs so far and the last global model are kept, even if it is interrupted
-            state = partial(folder.finish, weights=learner.packed_state(), weights_sha256=learner.sha256())
-            save_result(folder, without_signals(state), options.observe)
+            save_result(folder, without_signals(final_files(folder, learner, options.observe)), options.observe)
         accuracy = measure_test_accuracy(learner, workload)
         last = without_signals(partial(folder.add_test_accuracy, accuracy))
         return Result(path, save_result(folder, last, options.observe), workload.network)

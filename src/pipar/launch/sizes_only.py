@@ -295,5 +295,8 @@ class SizesOnlyLearner:
     def aggregate(self, returned: Sequence[Any], *, keep_before: bool = False) -> None:
         pass
 
+    def packed_state(self) -> Body:
+        return Body(self.model_bytes(), encoding="safetensors")
+
     def evaluator(self) -> Callable[[Any], tuple[float, int]]:
         raise AssertionError("a sizes-only model has nothing to evaluate")

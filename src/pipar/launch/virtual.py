@@ -20,6 +20,7 @@ from pipar.planner.costs import Costs
 from pipar.planner.replanner import Replan
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.server.enrolment import ClosedEnrolment
+from pipar.server.interfaces import ModelKeeper
 from pipar.transport.in_memory import memory_pair
 from pipar.wire.orders import Orders
 
@@ -39,11 +40,13 @@ def train_virtually(
     *,
     replan: Replan | None = None,
     accountant: PrivacyAccountant | None = None,
+    best: ModelKeeper | None = None,
 ) -> TorchLearner:
     """Train with the real mathematics in virtual time; return the learner with the global model.
 
     A caller that passes the `learner` keeps the model if the training is interrupted. `replan` makes new plans when
-    links change; it takes no virtual time. `accountant` counts the updates that devices send.
+    links change; it takes no virtual time. `accountant` counts the updates that devices send; `best` keeps the best
+    model.
     """
     # Imports torch, which a timing-only run does without.
     from pipar.job.model_setup import deterministic, make_learner, part_builder
@@ -61,6 +64,7 @@ def train_virtually(
         replan=replan,
         search=search_inline,
         accountant=accountant,
+        best=best,
     )
     training = _train(job, setup, workload.shard, partial(part_builder, workload))
     run_virtually(training, within=deterministic(job.config.run.seed))

@@ -267,6 +267,15 @@ class TorchLearner:
         """Return the global model as a safetensors file."""
         return state_body(self.state())
 
+    def take_model(self, body: Body) -> None:
+        """Make a saved model, as `packed_state` returned it, the global one; raise InputError if it cannot be."""
+        try:
+            state = read_state(body)
+        except ProtocolError:
+            raise InputError("It is not a valid safetensors file.") from None
+        _refuse_another_network(state, self.state())
+        self._load(state)
+
     def sha256(self) -> str:
         return weights_sha256(self.state())
 

@@ -71,6 +71,7 @@ class Learner(Protocol):
     ) -> Callable[[], None]: ...  # of the global model: call the result to restore
     def move_cuts(self, split_points: Mapping[str, int]) -> Mapping[str, Body]: ...
     def evaluator(self) -> Callable[[Any], tuple[float, int]]: ...
+    def packed_state(self) -> Body: ...  # the global model, as a safetensors file
 
 
 class Checkpointer(Protocol):
@@ -81,6 +82,13 @@ class Checkpointer(Protocol):
 
     async def save_end(self, epoch: int) -> None:
         """Return when the training after its last round is saved."""
+
+
+class ModelKeeper(Protocol):
+    """Keeps the best global model."""
+
+    def offer(self, number: int, loss: float, model: Body) -> None:
+        """Keep the model of a round if its validation loss is the lowest so far."""
 
 
 class AdmissionPolicy(Protocol):
@@ -159,3 +167,4 @@ class Services:
     replanner: Replanner | None = None
     checkpointer: Checkpointer | None = None
     observe: Observer = ignore
+    best: ModelKeeper | None = None

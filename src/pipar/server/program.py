@@ -54,7 +54,7 @@ class Server:
         )
         self._plans = plans = PlanUpdates(learner, pool, membership, Limits(learner, sessions.network), services)
         self._participants = Participants(training, learner, enrolment, membership, plans, pool)
-        self._validation = Validation(learner.evaluator, training.validation, lanes.background, services.results)
+        self._validation = Validation(learner, training.validation, lanes.background, services)
         self._exchange = ModelExchange(learner, pool, plans, self._validation)
         self._replicas = SharedReplica(learner, pool, method) if method.shares_server_model else Replicas(learner, pool)
         progress = ProgressReporter(membership, lanes.recorder, services.observe)

@@ -10,7 +10,8 @@ from typing import Any
 from pipar.errors import TrainingError
 from pipar.execution.lanes import Lanes
 from pipar.execution.work import Work
-from pipar.server.epoch_results import ResultCollector
+from pipar.server.interfaces import Learner, Services
+from pipar.wire.messages import EMPTY, Body
 
 #: Returns the summed loss and the number of correct answers of a batch, by a copy of the model.
 Evaluate = Callable[[Any], tuple[float, int]]
@@ -21,15 +22,16 @@ class Validation:
 
     def __init__(
         self,
-        evaluator: Callable[[], Evaluate],
+        learner: Learner,
         batches: Sequence[tuple[int, Any]],
         background: Lanes,
-        results: ResultCollector,
+        services: Services,
     ) -> None:
-        self._evaluator = evaluator
+        self._learner = learner
         self._batches = batches
         self._background = background
-        self._results = results
+        self._results = services.results
+        self._best = services.best
         self._running: asyncio.Task[None] | None = None
         self._copied = asyncio.Event()
 
@@ -57,7 +59,7 @@ class Validation:
             self._results.add_validation(epoch, None, None)
             return
         copy = Work("validate", epoch, samples=0)
-        evaluate = await self._background.run((copy, self._evaluator))
+        evaluate, model = await self._background.run((copy, self._copy))
         copied.set()
         if before is not None:
             await before
@@ -66,4 +68,10 @@ class Validation:
             work = Work("validate", epoch, samples=samples)
             loss, right = await self._background.run((work, partial(evaluate, batch)))
             loss_sum, correct, total = loss_sum + loss, correct + right, total + samples
+        if self._best is not None:
+            await self._background.run((copy, partial(self._best.offer, epoch, loss_sum / total, model)))
         self._results.add_validation(epoch, loss_sum / total, correct / total)
+
+    def _copy(self) -> tuple[Evaluate, Body]:
+        """Return what evaluates the current global model, and the model itself if it may be kept; both share it."""
+        return self._learner.evaluator(), EMPTY if self._best is None else self._learner.packed_state()

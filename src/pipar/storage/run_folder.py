@@ -36,6 +36,7 @@ from pipar.job.job import Job
 from pipar.methods import Plan, plans_as_json
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.cache import machine_fingerprint
+from pipar.storage.best_model import BestModel
 from pipar.storage.checkpoint import Checkpoint
 from pipar.storage.epoch_log import EpochLog
 from pipar.storage.packed_rows import PackedRows
@@ -52,6 +53,7 @@ from pipar.wire.messages import Body
 from pipar.wording import equivalence
 
 _VERSIONED = ("pipar", "torch", "numpy", "grpcio")
+_LAST_MODEL = "model-last.safetensors"
 
 
 def runs_folder() -> Path:
@@ -150,6 +152,8 @@ class RunFolder:
         self.partly: dict[int, dict[str, int]] = {}  # by round: devices that only trained the shared model
         self.plans: Mapping[str, Plan] = job.plans  # in use now
         self.accountant = PrivacyAccountant(job.update_noise)  # counts the updates that devices send
+        self.best = BestModel(path, job.config.server.checkpoint_every) if job.config.run.keep == "best" else None
+        self._can_be_resumed = has_checkpoints
         self._stopped: str | None = None
         self._equivalence = EquivalenceLog(job.plans)
         self._trace = TraceFile(path / "trace.json", in_thread=has_threads)
@@ -161,6 +165,8 @@ class RunFolder:
         self._unwritten: OSError | None = None  # why rows of safe rounds are still pending
         self._is_reported = False  # that they are
         remove_partial_files(path)
+        if self.best is not None:
+            self.best.note_safe(self._safe_round)
         with _storage_errors(path / "config.toml"):
             write_atomically(path / "config.toml", dump_config(job.resolved_config()).encode(), mode=PRIVATE)
 
@@ -193,6 +199,8 @@ class RunFolder:
         for path in (self.path / "metrics.jsonl", self.path / "rounds.jsonl"):
             with _storage_errors(path):
                 path.unlink(missing_ok=True)
+        if self.best is not None:
+            self.best.start_over()
 
     def resume(self, found: Checkpoint) -> None:
         """Resume a run after the round of a checkpoint; later rounds in the files are trained again."""
@@ -210,6 +218,8 @@ class RunFolder:
         self._equivalence.resume(self.plans, found.notes.get("equivalence_reasons", ()))
         self.accountant.resume(found.notes.get("spent", {}))
         self._safe_round = max(self._safe_round, done)
+        if self.best is not None:
+            self.best.resume(done)
         _write_lines(self.path / "metrics.jsonl", self.epochs.rows())
         _write_lines(self.path / "rounds.jsonl", self._rounds())
 
@@ -255,6 +265,7 @@ class RunFolder:
             if (failure := self._trace.take_failure()) is not None:
                 reason = cannot_write(f"The trace in {self.path}", failure)
                 observe(SaveFailed(result.epoch, f"{reason} Training continues without these spans."))
+            self._report_best(result.epoch, observe)
             if pictures and spans:
                 shown, left_out = excerpt(spans)
                 observe(Pictured(result.epoch, tuple(shown), len(shown) == len(spans), left_out))
@@ -280,6 +291,8 @@ class RunFolder:
             elif isinstance(event, Saved):
                 self._safe_round = max(self._safe_round, event.epoch)
                 self._write_safe_rows()
+                if self.best is not None:
+                    self.best.note_safe(event.epoch)
             observe(event)
             self._report_rows(len(self.round_log), observe)
 
@@ -299,23 +312,53 @@ class RunFolder:
             observe(SaveFailed(epoch, f"{reason} They are tried again after every round."))
         self._is_reported = self._unwritten is not None
 
-    def write_model(self, weights: Body) -> None:
-        """Write model.safetensors."""
-        write_atomically(self.path / "model.safetensors", *weights.buffers, mode=PRIVATE)
+    def _report_best(self, epoch: int, observe: Observer) -> None:
+        """Report that the best model could not be written; it stays in memory until it is."""
+        failure = None if self.best is None else self.best.take_failure()
+        if failure is not None:
+            reason = cannot_write(f"The best model in {self.path}", failure)
+            observe(SaveFailed(epoch, f"{reason} It is tried again after every round."))
 
-    def finish(self, *, weights: Body | None = None, weights_sha256: str | None = None) -> dict[str, Any]:
+    def write_model(self, weights: Body, name: str = "model.safetensors") -> None:
+        """Write a model of the run."""
+        write_atomically(self.path / name, *weights.buffers, mode=PRIVATE)
+
+    def finish(
+        self,
+        *,
+        weights: Body | None = None,
+        weights_sha256: str | None = None,
+        last: Body | None = None,
+        last_sha256: str | None = None,
+    ) -> dict[str, Any]:
         """Write model.safetensors, trace.json and, last, result.json without a test accuracy; return the result.
 
-        It may be called again after an OSError.
+        `last` is the model of the last round, if it is another one. It may be called again after an OSError.
         """
         self._safe_round = math.inf  # the model that is written now contains all rounds
         if weights is not None:
             self.write_model(weights)
+        self._write_last(last)
         self._write_safe_rows()
         if self._unwritten is not None:
             raise self._unwritten
         self._trace.finish()
-        return self._write_result(self._result(weights_sha256))
+        best = None if self.best is None or last is None else self.best.best
+        kept = len(self.round_log) if best is None else best.round
+        models = {"kept_epoch": kept, "weights_sha256": weights_sha256, "last_weights_sha256": last_sha256}
+        written = self._write_result(self._result(models))
+        if self.best is not None and not self._can_be_resumed:
+            self.best.remove()
+        return written
+
+    def _write_last(self, last: Body | None) -> None:
+        """Write the model of the last round, if it is not the one that is kept."""
+        if last is not None:
+            self.write_model(last, _LAST_MODEL)
+        else:
+            (self.path / _LAST_MODEL).unlink(missing_ok=True)  # of this training before it was resumed
+        if self.best is not None and self._can_be_resumed:
+            self.best.write()
 
     def add_test_accuracy(self, accuracy: float | None) -> dict[str, Any]:
         """Write result.json again with the test accuracy of the finished model; return the result."""
@@ -331,7 +374,7 @@ class RunFolder:
         # Plans that no finished epoch has used are left out: the training may have ended right after they were chosen.
         return [replan for replan in self._replanned if replan["epoch"] <= len(self.epochs)]
 
-    def _result(self, weights_sha256: str | None) -> dict[str, Any]:
+    def _result(self, models: Mapping[str, Any]) -> dict[str, Any]:
         job = self._job
         return {
             "method": job.method.name,
@@ -349,7 +392,7 @@ class RunFolder:
             "epsilon": self.accountant.largest_epsilon(),
             "privacy": self.accountant.as_result(),
             "test_accuracy": None,
-            "weights_sha256": weights_sha256,
+            **models,
             "machine": machine_fingerprint(),
             "versions": versions(),
             "command": self._command,
