@@ -96,7 +96,8 @@ def test_a_profile_has_no_statistics_of_samples_that_are_hidden(tree: dict[str, 
 def test_privacy_spent_in_an_unfinished_round_is_saved_with_the_round_before(tmp_path: Path) -> None:
     config = config_from({"privacy": {"noise_multiplier": 4.0}})
     accountant, saved = PrivacyAccountant(choose_noise(config)), Checkpoints(tmp_path)
-    folder: Any = SimpleNamespace(accountant=accountant, plans={}, epochs=EpochLog(), round_log=PackedRows(), partly={})
+    rows: dict[str, Any] = {"epochs": EpochLog(), "round_log": PackedRows(), "partly": {}}
+    folder: Any = SimpleNamespace(accountant=accountant, plans={}, equivalence_reasons=(), **rows)
 
     async def keep() -> list[dict[str, Any]]:
         lane = VirtualLanes(["save"], Recorder("server"), lambda _: 0.0)

@@ -243,6 +243,20 @@ def test_both_sides_count_the_same_bytes_by_epoch(world: World) -> None:
     assert down == down_counted == {7: 49}
 
 
+def test_only_the_bytes_of_the_latest_epochs_are_kept() -> None:
+    """A device that trains for years does not ask for them, and a hostile peer may name any epoch."""
+
+    async def scenario(device: Channel, server: Channel) -> list[dict[int, int]]:
+        for epoch in range(1, 101):
+            device.post(Message(Kind.ROUND, epoch))
+        await receive(server, 100)
+        return [device.sent_bytes, server.received_bytes]
+
+    for counted in MemoryWorld().run(scenario):
+        assert list(counted)[-2:] == [99, 100]
+        assert len(counted) <= 8
+
+
 @pytest.mark.parametrize("rate_bps", [None, 80e6])
 def test_the_measured_rate_is_that_of_the_link_and_not_of_this_machine(world: World, rate_bps: float | None) -> None:
     async def scenario(device: Channel, server: Channel) -> float | None:

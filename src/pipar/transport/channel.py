@@ -41,6 +41,8 @@ _USELESS = RateLimit(burst=100_000, per_second=100.0)
 _CLOSE_TIMEOUT_S = 10.0
 #: Sent when their own epoch is over.
 _SENT_AFTER_THEIR_EPOCH = frozenset({Kind.REPORT, Kind.TRACE, Kind.STATE})
+#: Epochs whose bytes are kept. Only the server asks for them, and a peer may name any epoch.
+_COUNTED_EPOCHS = 8
 
 
 class Channel:
@@ -414,6 +416,8 @@ class Channel:
 def _count(total: dict[int, int], frame: Frame) -> None:
     epoch = _travels_in(frame.message)
     total[epoch] = total.get(epoch, 0) + frame.size_bytes
+    if len(total) > _COUNTED_EPOCHS:
+        del total[next(iter(total))]
 
 
 def _travels_in(message: Message) -> int:
