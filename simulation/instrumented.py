@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pipar.execution.schedule import StepCount
 from pipar.execution.spans import SERVER
 from pipar.job.workload import Workload
 from pipar.nn.learner import TorchLearner
@@ -31,8 +32,8 @@ class CountingReplica:
         self.begun += message.samples
         return decoded
 
-    def step(self) -> None:
-        self.part.step()
+    def step(self, at: StepCount) -> None:
+        self.part.step(at)
         self.stepped, self.begun = self.stepped + self.begun, 0
 
     def install(self, *arguments: Any, **options: Any) -> None:

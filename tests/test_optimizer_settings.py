@@ -94,6 +94,28 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "optimizer.momentum_at_aggregation = 'keep' is the former name of optimizer.state_at_aggregation, which is",
     ),
     ({"state_at_aggregation": "drop"}, "optimizer.state_at_aggregation = 'drop' is not known; allowed are reset,"),
+    ({"schedule": "cosin"}, "optimizer.schedule = 'cosin' is not known (did you mean 'cosine'?); allowed are"),
+    ({"schedule": 3}, "optimizer.schedule = 3 is not known"),
+    ({"schedule": "step"}, "optimizer.schedule = 'step' needs optimizer.scheduling.step_size: a whole number of steps"),
+    ({"schedule": "exponential"}, "optimizer.schedule = 'exponential' needs optimizer.scheduling.gamma"),
+    (
+        {"schedule": "cosine", "scheduling": {"gamma": 0.1}},
+        "optimizer.scheduling.gamma = 0.1 does not belong to the schedule 'cosine', whose parameters are",
+    ),
+    ({"scheduling": {"gamma": 0.1}}, "does not belong to the schedule 'constant', which has no parameters"),
+    ({"schedule": "step", "scheduling": {"step_size": 0}}, "step_size = 0 is not allowed: it should be a whole number"),
+    ({"schedule": "onecycle", "scheduling": {"pct_start": 1.5}}, "it should be a number from 0, below 1"),
+    ({"scheduling": 5}, "optimizer.scheduling = 5 is not allowed: write [optimizer.scheduling] with"),
+    ({"warmup": -1}, "optimizer.warmup = -1 is not allowed"),
+    (
+        {"name": "adagrad", "schedule": "onecycle"},
+        "optimizer.schedule = 'onecycle' also changes momentum or betas, and adagrad has neither: set",
+    ),
+    ({"groups": [{"learning_rate": 0.1}]}, 'is not allowed: write [[optimizer.groups]] with match = ["head.*"]'),
+    ({"groups": [{"match": []}]}, "is not allowed: write [[optimizer.groups]] with match"),
+    ({"groups": [{"match": ["a"], "betas": [0.1, 0.2]}]}, "optimizer.betas = [0.1, 0.2] is no argument of sgd"),
+    ({"groups": [{"match": ["a"], "learning_rate": 0}]}, "optimizer.groups has learning_rate = 0: it should be"),
+    ({"factory": "a:b", "groups": [{"match": ["a"]}]}, "optimizer.groups is given with optimizer.factory, which makes"),
 ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from pipar.aggregator_settings import all_parameters, check_devices, check_method, known_aggregator
 from pipar.errors import ConfigError, InputError
+from pipar.learning_schedules import Schedule, check_schedule, known_schedule
 from pipar.links import Link, parse_link
 from pipar.methods import METHODS
 from pipar.optimizer_settings import COMMON, OPTIMIZERS, OWN, check_arguments, known_optimizer, state_copies
@@ -213,6 +214,48 @@ class ModelSection(_Section):
     dtype: Literal["float32", "float64"] = "float32"
 
 
+class GroupSection(_Section):
+    """Parameters with settings of their own: those of the optimiser, under their own names."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    match: tuple[str, ...] = Field(min_length=1)  # patterns of names
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings as they are written."""
+        return dict(self.model_extra or {})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings as torch takes them."""
+        return {"lr" if key == "learning_rate" else key: _for_torch(value) for key, value in self.given.items()}
+
+
+def _for_torch(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _parameter_groups(value: Any) -> Any:
+    are_groups = isinstance(value, list | tuple) and all(isinstance(one, Mapping | GroupSection) for one in value)
+    if not are_groups or not all(isinstance(one, GroupSection) or _has_patterns(one) for one in value):
+        raise ValueError(
+            'is not allowed: write [[optimizer.groups]] with match = ["head.*"] and the settings of these parameters'
+        )
+    return value
+
+
+def _has_patterns(group: Mapping[str, Any]) -> bool:
+    patterns = group.get("match")
+    return isinstance(patterns, list | tuple) and bool(patterns) and all(isinstance(one, str) for one in patterns)
+
+
+def _scheduling(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError("is not allowed: write [optimizer.scheduling] with the schedule's parameters below it")
+    return value
+
+
 class OptimizerSection(_Section):
     """An optimiser; besides these keys, it has the arguments of its class in torch under their own names."""
 
@@ -223,6 +266,11 @@ class OptimizerSection(_Section):
     learning_rate: Fraction | None = 0.01  # where it is not given, that of the optimiser
     momentum: Momentum | None = 0.9
     weight_decay: Decay | None = 0.0
+    decay_norms_and_biases: bool = True
+    groups: Annotated[tuple[GroupSection, ...], BeforeValidator(_parameter_groups)] = ()
+    schedule: Annotated[str, BeforeValidator(known_schedule)] = "constant"
+    warmup: NotNegative = 0  # steps
+    scheduling: Annotated[dict[str, Any], BeforeValidator(_scheduling)] = Field(default_factory=dict)
     state_at_aggregation: Literal["reset", "keep"] = "reset"
     momentum_at_aggregation: Literal["reset", "keep"] | None = None  # the former name
 
@@ -230,7 +278,12 @@ class OptimizerSection(_Section):
     def arguments(self) -> dict[str, Any]:
         """All arguments that are known, as torch takes them; the learning rate is not among them."""
         common = {key: value for key in COMMON if (value := getattr(self, key)) is not None}
-        return common | {key: tuple(v) if isinstance(v, list) else v for key, v in (self.model_extra or {}).items()}
+        return common | {key: _for_torch(value) for key, value in (self.model_extra or {}).items()}
+
+    @property
+    def learning_schedule(self) -> Schedule:
+        """How the learning rate changes."""
+        return Schedule(self.schedule, self.scheduling, self.warmup)
 
     @property
     def kind(self) -> str:
@@ -260,6 +313,29 @@ class OptimizerSection(_Section):
         """Return the arguments of the optimiser that were given; a key without a value counts as not given."""
         common = {key: getattr(self, key) for key in ("learning_rate", *COMMON) if key in self.model_fields_set}
         return {key: value for key, value in common.items() if value is not None} | (self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> OptimizerSection:
+        if self.factory is not None and (self.groups or not self.decay_norms_and_biases):
+            key = "groups" if self.groups else "decay_norms_and_biases"
+            raise ValueError(f"optimizer.{key} is given with optimizer.factory, which makes its own groups")
+        for group in self.groups:
+            rate = group.given.get("learning_rate", 0.01)
+            if type(rate) not in (int, float) or not 0 < rate < math.inf:
+                raise ValueError(f"optimizer.groups has learning_rate = {rate!r}: it should be a number above 0")
+            check_arguments(self.name, {key: one for key, one in group.given.items() if key != "learning_rate"})
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> OptimizerSection:
+        check_schedule(self.schedule, self.scheduling)
+        cycles = self.schedule == "onecycle" and self.scheduling.get("cycle_momentum", True)
+        if cycles and self.factory is None and not {"momentum", "betas"} & OPTIMIZERS[self.name].arguments.keys():
+            raise ValueError(
+                f"optimizer.schedule = 'onecycle' also changes momentum or betas, and {self.name} has neither: set "
+                "optimizer.scheduling.cycle_momentum = false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _former_name(self) -> OptimizerSection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from support import plain_optimizers as plain
 from support.plain_optimizers import Plain
 from support.training import EXACT, Case, largest_error, make_job, reference_data
 from torch import nn
+from torch.optim import lr_scheduler
 
 from pipar.events import ignore
 from pipar.launch.virtual import train_virtually
@@ -114,6 +116,53 @@ def test_arguments_of_an_optimiser_have_the_meaning_that_they_have_in_torch(name
     case = case_of(name, "keep", (2, 4), (3, 7), **given)
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     assert largest_error(train(case, model), expected(case, model, plain_of(name, "keep", **arguments))) < EXACT
+
+
+SCHEDULES: dict[str, tuple[dict[str, Any], Any]] = {
+    "cosine": ({"schedule": "cosine"}, lambda o, steps: lr_scheduler.CosineAnnealingLR(o, steps)),
+    "onecycle": ({"schedule": "onecycle"}, lambda o, steps: lr_scheduler.OneCycleLR(o, 0.001, steps)),
+    "step": (
+        {"schedule": "step", "scheduling": {"step_size": 2}},
+        lambda o, steps: lr_scheduler.StepLR(o, 2),  # noqa: ARG005
+    ),
+}
+
+
+@pytest.mark.parametrize("keep", ["reset", "keep"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_is_followed_on_both_sides_over_rounds_and_other_plans(
+    schedule: str, keep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, make = SCHEDULES[schedule]
+    case, model = case_of("adamw", keep, (2, 4, Q), (3, 7, 1), **given), network()
+    how = replace(plain_of("adamw", keep), schedule=make)
+    monkeypatch.setattr(replanner, "NOTICED", -1.0)
+    script = [[Plan(4, 3), Plan(Q, 1), Plan(2, 7)], [Plan(1, 7), Plan(2, 3), Plan(3, 1)]]
+    wanted = expected(case, model, how)
+    assert largest_error(train(case, model, script), wanted) < EXACT
+    assert largest_error(expected(case, model, replace(how, schedule=None)), wanted) > VISIBLE
+
+
+def test_groups_have_settings_of_their_own() -> None:
+    groups = [{"match": ["4.*"], "learning_rate": 0.02, "betas": [0.5, 0.9]}]
+    given = {"groups": groups, "decay_norms_and_biases": False, "weight_decay": 0.5, "schedule": "cosine"}
+    case, model = case_of("adamw", "keep", (2, 4, Q), (3, 7, 1), **given), network()
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        weights = dict(model.named_parameters())
+        own = {"lr": 0.02, "betas": (0.5, 0.9)}
+        return torch.optim.AdamW(
+            [
+                {"params": [weights["1.weight"], weights["3.weight"]]},
+                {"params": [weights["1.bias"], weights["3.bias"]], "weight_decay": 0.0},
+                {"params": [weights["4.weight"]], **own},
+                {"params": [weights["4.bias"]], **own, "weight_decay": 0.0},
+            ],
+            weight_decay=0.5,
+        )
+
+    how = Plain(make, keep=True, schedule=lambda o, steps: lr_scheduler.CosineAnnealingLR(o, steps))
+    assert largest_error(train(case, model), expected(case, model, how)) < EXACT
 
 
 def test_state_that_is_lost_on_the_way_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pipar.device.interfaces import DeviceLanes, Samples
 from pipar.device.model import DeviceSideModel
 from pipar.errors import ProtocolError
 from pipar.execution.lanes import Lanes
-from pipar.execution.schedule import cut_batch, cut_epoch
+from pipar.execution.schedule import StepCount, count_steps, cut_batch, cut_epoch
 from pipar.execution.spans import COMPUTE, Recorder
 from pipar.execution.work import Work
 from pipar.transport.channel import Channel
@@ -40,6 +40,18 @@ class BatchLoader:
             batches.append(order[start : start + size])
             start += size
         return batches
+
+    def step(self, epoch: int, iteration: int) -> StepCount:
+        """Return which step of the whole training an iteration is."""
+        orders = self._model.orders
+        return count_steps(
+            epoch,
+            iteration,
+            epochs=orders.epochs,
+            samples=len(self._samples),
+            batch_size=orders.batch_size,
+            batch_statistics=orders.batch_statistics,
+        )
 
     def load(self, epoch: int, iteration: int, positions: Any) -> asyncio.Task[list[Any]]:
         """Start to load a batch; the task returns its micro-batches."""

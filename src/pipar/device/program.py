@@ -312,7 +312,7 @@ class Device:
                     await compute.run((work, partial(part.backward, n, gradient)))
         if orders.trains_part:
             step = Work("step", epoch, iteration, 0, 1, split_point)
-            await compute.run((step, part.step))
+            await compute.run((step, partial(part.step, self._batches.step(epoch, iteration))))
 
     async def _gradient(self, epoch: int, iteration: int, n: int) -> Any:
         place = (epoch, iteration, n)

@@ -6,6 +6,7 @@ All of it is data that is computed before training, so that it can be printed an
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice, repeat
 
@@ -31,6 +32,26 @@ def count_batches(samples: int, batch_size: int, *, batch_statistics: bool = Fal
     if batch_statistics and tail == 1 and full:
         counts = {batch_size: full - 1, batch_size + 1: 1}
     return {size: count for size, count in counts.items() if count}
+
+
+@dataclass(frozen=True, slots=True)
+class StepCount:
+    """The number of a step of the optimiser in one device's training, counted from 0, and how many it has in all."""
+
+    number: int = 0
+    total: int = 1
+
+
+def count_steps(
+    epoch: int, iteration: int, *, epochs: int, samples: int, batch_size: int, batch_statistics: bool = False
+) -> StepCount:
+    """Return which step an iteration of an epoch is.
+
+    It is computed from the place alone, not counted: a device that has missed rounds, or has joined again, and its
+    replica on the server have the same number.
+    """
+    each = sum(count_batches(samples, batch_size, batch_statistics=batch_statistics).values())
+    return StepCount((epoch - 1) * each + iteration - 1, epochs * each)
 
 
 def count_pieces(samples: int, micro_batches: int, *, batch_statistics: bool = False) -> dict[int, int]:

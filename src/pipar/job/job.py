@@ -182,6 +182,7 @@ class Job:
                 budget=0.0 if terms is None or math.isinf(terms.budget) else terms.budget,
                 frozen_layers=self.server_profile.frozen_layers,
                 steady_layers=self.steady_layers,
+                epochs=0 if config.optimizer.learning_schedule.is_constant else config.run.epochs,
             )
             for number, member in enumerate(fleet.members, start=1)
         }

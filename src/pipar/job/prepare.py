@@ -12,7 +12,7 @@ from pipar.data.catalog import SYNTHETIC_SAMPLES, DatasetInfo, dataset_info
 from pipar.data.request import Request, check_request, published_counts
 from pipar.errors import ConfigError, DataError
 from pipar.events import LOADING, Observer, Preparing, ignore
-from pipar.execution.schedule import count_batches
+from pipar.execution.schedule import count_batches, count_steps
 from pipar.job.job import Job
 from pipar.job.plans import Rehearse, with_plans
 from pipar.job.profiles import (
@@ -145,6 +145,14 @@ def _check_sizes(config: Config, sizes: Mapping[str, int], *, batch_statistics: 
             )
 
 
+def _check_schedule(config: Config, sizes: Mapping[str, int], *, batch_statistics: bool) -> None:
+    """Raise ConfigError if a schedule does not fit the number of steps that a device takes."""
+    run, batches = config.run, {"batch_statistics": batch_statistics}
+    for name, size in sizes.items():
+        total = count_steps(1, 1, epochs=run.epochs, samples=size, batch_size=run.batch_size, **batches).total
+        config.optimizer.learning_schedule.check_length(total, name)
+
+
 def _check_validation_set(workload: Workload) -> None:
     for key, value in validated_keys(workload.config).items():
         if workload.held_out("validation") is None:
@@ -165,6 +173,7 @@ def _job(config: Config, profiles: NetworkProfiles, sizes: Mapping[str, int], su
     server = profiles.of_server(config.server.profile)
     check_given_plans(config, specs, len(server.layers), profiles.model)
     devices = {spec.name: profiles.of(spec.profile) for spec in specs}
+    _check_schedule(config, sizes, batch_statistics=profiles.batch_statistics)
     config = _with_cores(config)
     return Job(
         config=config,

@@ -33,7 +33,7 @@ from pipar.nn.learner import Batches
 from pipar.nn.line import Line, line_of, whole_line
 from pipar.nn.models import build_model, check_fits, check_module, is_sequential
 from pipar.nn.named_cuts import named_line, unshared_line, uses_twice
-from pipar.nn.optimizers import OptimizerSettings
+from pipar.nn.optimizers import OptimizerSettings, ParameterGroup
 from pipar.nn.split import named_layers
 from pipar.nn.start_weights import load_weights
 from pipar.nn.steady import steady_layers
@@ -404,7 +404,15 @@ class Workload:
 
     def optimizer(self) -> OptimizerSettings:
         section = self.config.optimizer
-        return OptimizerSettings(section.name, section.learning_rate, section.arguments, section.factory)
+        return OptimizerSettings(
+            section.name,
+            section.learning_rate,
+            section.arguments,
+            section.factory,
+            groups=tuple(ParameterGroup(group.match, group.settings) for group in section.groups),
+            decay_norms_and_biases=section.decay_norms_and_biases,
+            schedule=section.learning_schedule,
+        )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipar.execution.schedule import StepCount
 from pipar.execution.work import Place
 from pipar.profiling.profile import Profile
 from pipar.wire.messages import (
@@ -120,7 +121,7 @@ class SizesOnlyDevicePart:
     def release(self, micro_batch: int) -> None:
         pass
 
-    def step(self) -> None:
+    def step(self, at: StepCount) -> None:
         pass
 
     def discard(self) -> None:
@@ -183,7 +184,7 @@ class SizesOnlyServerPart:
     def encode(self, samples: int, encoding: str, place: Place) -> Body:
         return self._cut.body(samples, encoding, share=self._share_at(place)) if self._returns_gradients else EMPTY
 
-    def step(self) -> None:
+    def step(self, at: StepCount) -> None:
         pass
 
     def take_loss(self) -> None:

@@ -6,14 +6,17 @@ does. State has the name of its parameter and its key in torch, as in "layer1.we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
 from pipar.errors import ConfigError, InputError, PiparError, ProtocolError
+from pipar.execution.schedule import StepCount
+from pipar.learning_schedules import Schedule
 from pipar.nn.tensors import check_range
 from pipar.optimizer_settings import OPTIMIZERS, OWN, REFUSED, state_copies
 from pipar.user_function import load_factory
@@ -23,11 +26,20 @@ State = Mapping[str, torch.Tensor]
 #: Makes an optimiser of parameters with their names.
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
+FIRST_STEP = StepCount()
 #: Ends the key of a state that is a number in Python, not a tensor.
 _NUMBER = "="
 #: A user's own optimiser is tried out on this many small parameters of the network.
 _TRIED, _SMALL_VALUES = 6, 1 << 16
 _SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters whose names match a pattern, as in "head.*", and their settings, with torch's names."""
+
+    match: tuple[str, ...]
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,9 @@ class OptimizerSettings:
     learning_rate: float | None = None  # None: that of the class
     arguments: Mapping[str, Any] = field(default_factory=dict)  # those that are not given are the class's own
     factory: str | Factory | None = None
+    groups: tuple[ParameterGroup, ...] = ()  # with settings of their own; the first that matches a parameter counts
+    decay_norms_and_biases: bool = True
+    schedule: Schedule = field(default_factory=Schedule)
 
     def over(self, module: nn.Module) -> PartOptimizer | None:
         """Return an optimiser for a part of the network; None if no parameter of the part is trained."""
@@ -60,8 +75,25 @@ class OptimizerSettings:
         if make is None:
             raise ConfigError(f"optimizer.name = '{self.name}' needs a newer torch than {torch.__version__}.")
         rate = known.learning_rate if self.learning_rate is None else self.learning_rate
-        made: torch.optim.Optimizer = make(list(named.values()), lr=rate, **{**known.arguments, **self.arguments})
+        made: torch.optim.Optimizer = make(self._grouped(named), lr=rate, **{**known.arguments, **self.arguments})
         return made
+
+    def _grouped(self, named: Parameters) -> list[dict[str, Any]]:
+        """Return the groups of parameters that have the same settings, in the order of their first parameter."""
+        found: dict[int, dict[str, Any]] = {}
+        for name, weight in named.items():
+            place, settings = self._group_of(name)
+            if not self.decay_norms_and_biases and weight.ndim < 2:
+                place, settings = -1 - place, {"weight_decay": 0.0, **settings}
+            found.setdefault(place, {"params": [], **settings})["params"].append(weight)
+        return list(found.values())
+
+    def _group_of(self, name: str) -> tuple[int, Mapping[str, Any]]:
+        """Return the number of a parameter's group, and the settings of that."""
+        for number, group in enumerate(self.groups, start=1):
+            if any(fnmatchcase(name, pattern) for pattern in group.match):
+                return number, group.settings
+        return len(self.groups) + 1, {}
 
     def _own(self, named: Parameters) -> torch.optim.Optimizer:
         assert self.factory is not None
@@ -89,6 +121,7 @@ class OptimizerSettings:
 
     def check(self, model: nn.Module) -> None:
         """Raise ConfigError if this optimiser cannot train the network, or couples its parameters."""
+        self._check_groups([name for name, _ in model.named_parameters()])
         tried = _tried(model)
         if self.over(model) is None:
             return
@@ -100,6 +133,15 @@ class OptimizerSettings:
                     f"{self._what} changes '{name}' in another way if it trains other parameters too: an optimiser "
                     "that couples parameters cannot train a network whose layers are on two machines."
                 )
+
+    def _check_groups(self, names: Sequence[str]) -> None:
+        for group in self.groups:
+            for pattern in group.match:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    raise ConfigError(
+                        f"optimizer.groups has '{pattern}', which matches no parameter of the network: its parameters "
+                        f"are '{names[0]}', ..., '{names[-1]}'."
+                    )
 
     def _after_two_steps(self, named: Parameters) -> dict[str, torch.Tensor]:
         """Return what two steps make of copies of these parameters, in float64, where rounding does not show."""
@@ -151,11 +193,19 @@ class PartOptimizer:
         self._settings = settings
         self._named = named
         self._torch = settings.build(named)
+        self._first = [dict(group) for group in self._torch.param_groups]
 
-    def step(self) -> None:
+    def step(self, at: StepCount = FIRST_STEP) -> None:
         """Apply the accumulated gradients and free them."""
+        self.follow_schedule(at)
         self._torch.step()
         self.zero_grad()
+
+    def follow_schedule(self, at: StepCount) -> None:
+        """Set learning rates, and what else a schedule changes, to those of a step."""
+        schedule = self._settings.schedule
+        for group, first in zip(self._torch.param_groups, () if schedule.is_constant else self._first, strict=False):
+            group.update(schedule.group(first, at.number, at.total))
 
     def zero_grad(self) -> None:
         self._torch.zero_grad(set_to_none=True)

@@ -16,12 +16,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipar.errors import ProtocolError
+from pipar.execution.schedule import StepCount
 from pipar.execution.work import Place
 from pipar.nn import crossing
 from pipar.nn.crossing import Received, read_activations
 from pipar.nn.frozen import changing_state, frozen_bytes, frozen_names
 from pipar.nn.inputs import Inputs, call, mapped, rebuilt, split_rows, tensors_of
-from pipar.nn.optimizers import OptimizerSettings, divided_state, moved_state, saved_state
+from pipar.nn.optimizers import FIRST_STEP, OptimizerSettings, divided_state, moved_state, saved_state
 from pipar.nn.rectified import is_rectified
 from pipar.nn.runtime import release_model_memory
 from pipar.nn.tensors import (
@@ -119,11 +120,11 @@ class Part:
         self._steps = optimizer.over(module)  # None: nothing is trained
         self._new: dict[str, nn.Parameter] = {}  # of layers that moved here from the other side of the cut
 
-    def step(self) -> None:
-        """Apply the accumulated gradients."""
+    def step(self, at: StepCount = FIRST_STEP) -> None:
+        """Apply the accumulated gradients, as the schedule says for this step."""
         if self._steps is not None:
             self._add_proximal_gradient()
-            self._steps.step()
+            self._steps.step(at)
 
     def discard(self) -> None:
         """Discard gradients that no step has applied yet."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from pipar.events import Observer, ignore
 from pipar.execution.lanes import Lanes
+from pipar.execution.schedule import StepCount
 from pipar.execution.spans import Recorder
 from pipar.execution.work import Place
 from pipar.links import Link
@@ -31,7 +32,7 @@ class ServerPart(Protocol):
     def backward(self, forwarded: Any) -> Any: ...
     def chunk_bytes(self, message: Message, encoding: str) -> Sequence[int]: ...  # of its gradient, chunk by chunk
     def encode(self, gradient: Any, encoding: str, place: Place) -> Body: ...  # its first chunk, at least
-    def step(self) -> None: ...
+    def step(self, at: StepCount) -> None: ...
     def take_loss(self) -> float | None: ...
     def take_encoding_error(
         self,

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipar.errors import LinkError, ProtocolError, describe, forget_frames, is_lack_of_memory
 from pipar.events import Dropped, NotKept, Observer
+from pipar.execution.schedule import StepCount, count_steps
 from pipar.execution.work import Place, Work
 from pipar.server.device_messages import EndOfEpoch, SquaredError, added_errors, expect, read_end
 from pipar.server.interfaces import ServerPart
@@ -193,7 +194,7 @@ class Serving:
         """Apply the gradients of a batch; return its summed loss, and the error of a lossy encoding."""
         step = _work_of(message, orders, session.device)("step")
         self._replicas.note_step(session.device, message)
-        await self._replicas.compute(session, (step, replica.step))
+        await self._replicas.compute(session, (step, partial(replica.step, _step_of(message, orders, session))))
         # Before the turn ends: the next device's forward, in another thread, adds to those of a shared model.
         loss, error = replica.take_loss(), replica.take_encoding_error()
         self._replicas.end_turn(session.device)
@@ -314,6 +315,18 @@ def _place_of(error: Exception) -> str:
     """Return the file and line where an error was raised, for a report of it."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "unknown place"
+
+
+def _step_of(message: Message, orders: Orders, session: Session) -> StepCount:
+    """Return which step of the device's training a batch is."""
+    return count_steps(
+        message.epoch,
+        message.iteration,
+        epochs=orders.epochs,
+        samples=session.introduction.samples,
+        batch_size=orders.batch_size,
+        batch_statistics=orders.batch_statistics,
+    )
 
 
 def _work_of(message: Message, orders: Orders, device: str) -> Callable[[str], Work]:

@@ -39,6 +39,8 @@ class Orders:
     frozen_layers: int = 0
     #: Of these, those that compute each sample by itself: its activations are the same in every epoch.
     steady_layers: int = 0
+    #: The rounds of the whole training, if the schedule of the optimiser depends on them; else 0.
+    epochs: int = 0
 
     def to_body(self) -> Body:
         rest = {key: value for key, value in self.__dict__.items() if key != "plan" and _RARE.get(key) != value}
@@ -109,7 +111,7 @@ class Orders:
 
 
 #: Fields that most trainings leave at these values are left out then.
-_RARE = {"frozen_layers": 0, "steady_layers": 0}
+_RARE = {"frozen_layers": 0, "steady_layers": 0, "epochs": 0}
 _PLAN = {"split_point": int, "micro_batches": int, "window": int, "up": str, "down": str}
 _LEAST = {
     "split_point": 1,
