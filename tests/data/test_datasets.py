@@ -91,6 +91,11 @@ def test_synthetic_has_the_requested_sizes_shape_and_classes() -> None:
     assert len(rows(made.train)) == 1030
 
 
+def test_synthetic_samples_that_no_memory_holds_are_refused_before_they_are_made() -> None:
+    with pytest.raises(DataError, match=r"50001000 synthetic samples of 3x32x32 take 153.6 GB, .* fewer devices"):
+        load_dataset("synthetic", train_samples=50_000_000)
+
+
 def test_synthetic_of_another_size_begins_with_the_same_samples() -> None:
     small, large = (load_dataset("synthetic", train_samples=n, validation=10, test=10) for n in (100, 1500))
     assert same(small.train, large.train.take(np.arange(100)))

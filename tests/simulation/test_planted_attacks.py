@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipar.device.intake import Intake
 from pipar.errors import CredentialError, InputError
 from pipar.execution.spans import Clock
 from pipar.methods import Plan
@@ -22,6 +24,7 @@ from pipar.server.session import Session
 from pipar.storage import checkpoint, run_folder, run_lock, trace_file, whole_files
 from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.transport.reconnect import Reconnector
+from simulation.imposter import HOSTILE, Imposter
 from simulation.scenario import Fault, Privacy, Scenario, draw_scenario
 from simulation.tampering import TAMPERS, choose_tamper, computes_huge_activations
 from simulation.world import Outcome, simulate
@@ -93,6 +96,26 @@ def test_devices_that_give_up_because_of_an_imposter_are_found(monkeypatch: pyte
 async def _resume_only_once(self: Reconnector, channel: Any, reason: Exception) -> None:  # noqa: ARG001
     await self._dial()
     raise CredentialError("It gives up.")
+
+
+def with_a_hostile_server(answer: str, seed: int) -> Scenario:
+    choice = next(one for one in range(10_000) if Imposter(one, is_verified=False).answer == answer)
+    hostile = [Fault(at_s, "imposter", "", 2.5, choice) for at_s in (0.0, 4.0)]
+    return quiet(seed, Fault(4.0, "crash-server", "", 2.0, 0), *hostile, has_credentials=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", HOSTILE)
+def test_devices_outlast_a_server_that_orders_or_sends_too_much(answer: str) -> None:
+    outcomes = holds(partial(with_a_hostile_server, answer))
+    assert f"meets an imposter: {answer}" in text_of(outcomes)
+    assert [outcome.rounds for outcome in outcomes] == [4, 4]
+
+
+@pytest.mark.slow
+def test_devices_that_take_too_much_from_a_server_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Intake, "_most_bytes", lambda _, __: 10**9)
+    assert found(partial(with_a_hostile_server, "too large a model")) == "memory is bounded"
 
 
 def with_a_stranger(seed: int) -> Scenario:

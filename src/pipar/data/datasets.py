@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -22,6 +24,7 @@ from pipar.data.formats import Labels, Pixels
 from pipar.data.request import Counts, Request, check_request, cut_counts, synthetic_counts
 from pipar.errors import DataError
 from pipar.nn.inputs import InputForm, Inputs, mapped, rebuilt, tensors_of
+from pipar.units import format_bytes
 from pipar.user_function import call_factory
 
 Indices = NDArray[np.int64]
@@ -374,8 +377,21 @@ def _digits(info: DatasetInfo, request: Request) -> Dataset:
 def _synthetic(info: DatasetInfo, request: Request) -> Dataset:
     classes, shape = request.classes or info.classes, request.shape or info.shape
     sizes = asdict(synthetic_counts(request))
+    _check_fits(sum(sizes.values()), shape)
     made = [_make_synthetic(part, count, classes, shape) for part, count in sizes.items()]
     return _dataset(info, classes, [_images(info, *arrays) for arrays in made])
+
+
+def _check_fits(count: int, shape: tuple[int, int, int]) -> None:
+    """Raise DataError if synthetic samples take more than this machine's memory: making them would take long to fail."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return
+    size_bytes, memory_bytes = count * math.prod(shape), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size_bytes > memory_bytes:
+        raise DataError(
+            f"{count} synthetic samples of {'x'.join(map(str, shape))} take {format_bytes(size_bytes)}, and this machine "
+            f"has {format_bytes(memory_bytes)} of memory: give a smaller data.samples_per_device, or fewer devices."
+        )
 
 
 _LOADERS: dict[str, Callable[[DatasetInfo, Request], Dataset]] = {
