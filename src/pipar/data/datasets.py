@@ -383,14 +383,15 @@ def _synthetic(info: DatasetInfo, request: Request) -> Dataset:
 
 
 def _check_fits(count: int, shape: tuple[int, int, int]) -> None:
-    """Raise DataError if synthetic samples take more than this machine's memory: making them would take long to fail."""
+    """Raise DataError if synthetic samples take more than this machine's memory: it would take long to find out."""
     if not hasattr(os, "sysconf"):  # Windows
         return
     size_bytes, memory_bytes = count * math.prod(shape), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size_bytes > memory_bytes:
         raise DataError(
-            f"{count} synthetic samples of {'x'.join(map(str, shape))} take {format_bytes(size_bytes)}, and this machine "
-            f"has {format_bytes(memory_bytes)} of memory: give a smaller data.samples_per_device, or fewer devices."
+            f"{count} synthetic samples of {'x'.join(map(str, shape))} take {format_bytes(size_bytes)}, and this "
+            f"machine has {format_bytes(memory_bytes)} of memory: give a smaller data.samples_per_device, or fewer "
+            "devices."
         )
 
 
