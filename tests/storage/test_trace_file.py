@@ -7,15 +7,18 @@ import gc
 import json
 import os
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.hand_made_job import job
+from support.waiting import PATIENCE_S
 
 from pipar.events import EpochResult, Event, SaveFailed
 from pipar.execution.spans import Span, chrome_events
 from pipar.report.record import spans_of
+from pipar.storage import trace_file
 from pipar.storage.run_folder import RunFolder
 from pipar.storage.trace_file import TraceFile
 
@@ -119,6 +122,25 @@ def test_a_trace_can_be_encoded_and_written_by_a_thread(tmp_path: Path, monkeypa
     assert (tmp_path / "other.json").read_bytes() == (tmp_path / "one.json").read_bytes()
 
 
+def test_a_disk_that_hangs_delays_no_epoch_and_fills_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    works, real = threading.Event(), trace_file.append_whole
+
+    def hang(path: Path, content: bytes) -> None:
+        assert works.wait(PATIENCE_S)
+        real(path, content)
+
+    monkeypatch.setattr(trace_file, "append_whole", hang)
+    monkeypatch.setattr(trace_file, "_MOST_WAITING", 3 * len(epoch(1)))
+    trace = TraceFile(tmp_path / "trace.json", in_thread=True)
+    for number in range(1, 11):
+        trace.add(epoch(number))
+    works.set()
+    trace.finish()
+    written = {event["args"]["epoch"] for event in read(tmp_path / "trace.json")["traceEvents"] if event["ph"] == "X"}
+    assert written == {1, 2, 3}
+    assert read(tmp_path / "trace.json")["otherData"] == {"spans_left_out": 7 * len(epoch(1))}
+
+
 RESULT = EpochResult(1, 10.0, 40, 1.5, None, None, 100, 200, 1.0, 2.0, 5.0, 0.5, 0.25, {"device": 0.5})
 
 
@@ -150,5 +172,6 @@ def test_a_trace_and_rows_that_cannot_be_written_are_reported_once(
     emit = folder.epoch_recorder(said.append)
     for number in (1, 2, 3):
         emit(RESULT, epoch(number))
+        wait([writing for writing, _ in folder._trace._waiting])  # an epoch takes longer than that
     reasons = [event.reason.partition(" in ")[0] for event in said if isinstance(event, SaveFailed)]
     assert reasons == ["Rows of rounds.jsonl and metrics.jsonl", "The trace"]

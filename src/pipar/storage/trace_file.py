@@ -16,17 +16,21 @@ HEAD = '{"traceEvents": ['
 #: More than a million spans, which is more than viewers can show.
 _MOST_BYTES = 256_000_000
 _EVENTS_AT_ONCE = 10_000
+#: Spans that may wait for the thread, besides those of one epoch: about 50 MB.
+_MOST_WAITING = 200_000
 
 
 class TraceFile:
     """Appends the spans of epochs to a partial file, which becomes trace.json at the end.
 
     Spans for which there is no space, on the disk or within `most_bytes`, are left out and counted: a training must not
-    stop for its trace. With `in_thread`, a thread encodes and writes them, so that messages do not wait meanwhile.
+    stop for its trace. With `in_thread`, a thread encodes and writes them, so that messages do not wait meanwhile; spans
+    that come faster than a slow disk takes them are left out too.
     """
 
     def __init__(self, path: Path, *, most_bytes: int = _MOST_BYTES, in_thread: bool = False) -> None:
-        self.left_out = 0
+        self._not_written = 0  # spans, counted by the thread
+        self._not_taken = 0  # spans
         self.failure: OSError | None = None  # of the last attempt to write
         self._path, self._partial = path, partial_file(path)
         self._room = most_bytes
@@ -36,20 +40,23 @@ class TraceFile:
         self._is_complete = self._is_finished = False
         self._new_failure: OSError | None = None
         self._writer = ThreadPoolExecutor(1, "trace") if in_thread else None
-        self._writing: Future[None] | None = None
+        self._waiting: list[tuple[Future[None], int]] = []  # epochs that the thread has not written, and their spans
+
+    @property
+    def left_out(self) -> int:
+        """How many spans the file does not have."""
+        return self._not_written + self._not_taken
 
     def add(self, spans: list[Span]) -> None:
-        """Append the spans of an epoch; with a thread, return when those of the epoch before are written."""
+        """Append the spans of an epoch; with a thread, return at once."""
         if self._writer is None:
             self._add(spans)
+            return
+        self._waiting = [(writing, count) for writing, count in self._waiting if not writing.done()]
+        if self._waiting and sum(count for _, count in self._waiting) + len(spans) > _MOST_WAITING:
+            self._not_taken += len(spans)
         else:
-            self._wait()  # or spans could pile up in memory
-            self._writing = self._writer.submit(self._add, spans)
-
-    def _wait(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None
+            self._waiting.append((self._writer.submit(self._add, spans), len(spans)))
 
     def take_failure(self) -> OSError | None:
         """Return why spans could not be written, unless those before them could not be either; each only once."""
@@ -66,7 +73,7 @@ class TraceFile:
                 self._names.name_again()  # names may be among the events that are not written
                 break
             written += sum(event["ph"] == "X" for event in some)
-        self.left_out += len(spans) - written
+        self._not_written += len(spans) - written
         if before is None and self.failure is not None:
             self._new_failure = self.failure
 
@@ -74,7 +81,8 @@ class TraceFile:
         """Complete trace.json; it may be called again after an OSError."""
         if self._is_finished:
             return
-        self._wait()
+        for writing, _ in self._waiting:
+            writing.result()
         if not self._is_complete:
             end = "]" if self._before.startswith(HEAD) else "\n]"
             note = f', "otherData": {{"spans_left_out": {self.left_out}}}' if self.left_out else ""
