@@ -24,8 +24,8 @@ class TraceFile:
     """Appends the spans of epochs to a partial file, which becomes trace.json at the end.
 
     Spans for which there is no space, on the disk or within `most_bytes`, are left out and counted: a training must not
-    stop for its trace. With `in_thread`, a thread encodes and writes them, so that messages do not wait meanwhile; spans
-    that come faster than a slow disk takes them are left out too.
+    stop for its trace. With `in_thread`, a thread encodes and writes them, so that messages do not wait meanwhile.
+    Spans that come faster than a slow disk takes them are left out too.
     """
 
     def __init__(self, path: Path, *, most_bytes: int = _MOST_BYTES, in_thread: bool = False) -> None:
