@@ -32,6 +32,7 @@ from pipar.errors import ModelError
 from pipar.nn.inputs import InputForm, Inputs
 from pipar.nn.line import Line, line_of
 from pipar.nn.models import check_fits
+from pipar.nn.tasks import classification
 
 CLASSES = 5
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -165,7 +166,7 @@ def tried(library: str, name: str, make: Callable[[], nn.Module], example: Input
     with warnings.catch_warnings(action="ignore"):
         network = make()
         try:
-            check_fits(network, InputForm.of(example), classes)
+            check_fits(network, InputForm.of(example), classification(classes))
             line = line_of(network, example)
         except ModelError as error:
             return Row(library, name, exported=False, cuts=0, passed=False, most_tensors=0,

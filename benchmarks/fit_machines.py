@@ -12,6 +12,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from pipar.nn.models import build_model
+from pipar.nn.tasks import classification
 from pipar.profiling.measure import measure_profile
 from pipar.profiling.operation_counter import count_layers
 from pipar.profiling.operation_counts import Counts, PassCount
@@ -31,7 +32,9 @@ BATCH = 100
 def measure(case: tuple[str, str, tuple[int, int, int]], budget_s: float) -> tuple[Profile, Counts]:
     name, norm, shape = case
     model = build_model(name, input_shape=shape, classes=10, norm=norm)
-    profile = measure_profile(model, model_name=name, inputs=shape, classes=10, batch_size=BATCH, budget_s=budget_s)
+    profile = measure_profile(
+        model, model_name=name, inputs=shape, training=classification(10), batch_size=BATCH, budget_s=budget_s
+    )
     return profile, count_layers(model, shape)
 
 

@@ -15,7 +15,9 @@ import torch
 import pipar.profiling
 from pipar.nn.blocks import NORMS
 from pipar.nn.models import NETWORKS, build_model
+from pipar.nn.tasks import classification
 from pipar.profiling.coding_costs import changes_in_a_round, run_through
+from pipar.profiling.measurement_task import Batch
 from pipar.profiling.operation_counts import shares_key
 
 FILE = Path(pipar.profiling.__file__).with_name("changes.json")
@@ -29,12 +31,13 @@ def measured(name: str, norm: str, dtype: torch.dtype) -> float:
     generator = torch.Generator().manual_seed(SAMPLES)
     inputs = torch.randn(SAMPLES, *SHAPE, generator=generator).to(dtype)
     targets = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+    batch = Batch(inputs, targets, classification(CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for _ in range(STEPS):
-        run_through(model, inputs, targets, with_loss=True)
+        run_through(model, batch, with_loss=True)
         optimizer.step()
         optimizer.zero_grad()
-    run_through(model, inputs, targets, with_loss=True)
+    run_through(model, batch, with_loss=True)
     share, _ = changes_in_a_round(model)
     return round(share, 3)
 

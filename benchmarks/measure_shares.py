@@ -21,7 +21,9 @@ from pipar.data.datasets import Images, load_dataset
 from pipar.nn.blocks import NORMS
 from pipar.nn.models import NETWORKS, build_model
 from pipar.nn.rectified import rectified_cuts
+from pipar.nn.tasks import classification
 from pipar.profiling.coding_costs import run_through
+from pipar.profiling.measurement_task import Batch
 from pipar.profiling.operation_counts import shares_key
 
 FILE = Path(pipar.profiling.__file__).with_name("shares.json")
@@ -36,7 +38,8 @@ def measured(name: str, norm: str, images: Images) -> tuple[Shares, int]:
     model = build_model(name, input_shape=SHAPE, classes=CLASSES, norm=norm).train()
     steps = train(model, images)
     inputs, targets = batch(images, steps)
-    crossings = run_through(model, inputs[: BATCH // 2], targets[: BATCH // 2], with_loss=True)
+    measured = Batch(inputs[: BATCH // 2], targets[: BATCH // 2], classification(CLASSES))
+    crossings = run_through(model, measured, with_loss=True)
     rectified = rectified_cuts(model, SHAPE)
     every = [crossing.shares(rectified=place in rectified) for place, crossing in enumerate(crossings, start=1)]
     return [{key: [round(up, 3), round(down, 3)] for key, (up, down) in cut.items()} for cut in every], steps

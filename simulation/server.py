@@ -35,6 +35,7 @@ from pipar.launch.rehearsal import rehearse
 from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.nn.learner import LearnerSettings
+from pipar.nn.tasks import classification
 from pipar.server.enrolment import OpenEnrolment
 from pipar.server.program import Server
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest
@@ -269,7 +270,7 @@ class SimulatedServer:
         workload = self._env.training.workload
         settings = LearnerSettings(
             workload.optimizer(),
-            CLASSES,
+            classification(CLASSES),
             shares_server_model=job.method.shares_server_model,
             keep_state=job.keep_state,
             trusts_devices=False,

@@ -21,6 +21,9 @@ from pipar.units import parse_duration, parse_size, split_address
 MODELS = ("vgg5", "resnet18", "mobilenetv3_small", "vgg16", "resnet101", "mobilenetv3_large")
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "tiny_imagenet", "synthetic")
 TRACKERS = ("tensorboard", "mlflow", "wandb")
+#: Losses of numbers of classes, and of each number of the output.
+CLASS_LOSSES = ("cross_entropy", "nll", "next_token")
+ELEMENT_LOSSES = ("mse", "l1", "smooth_l1", "bce")
 #: More frequent pings would drain a phone's battery and show little more.
 _LEAST_KEEPALIVE_S = 1.0
 #: The most samples of a batch, and the most devices of a group.
@@ -158,6 +161,26 @@ def _module_paths(value: Any) -> Any:
     return value
 
 
+def _loss(value: Any) -> Any:
+    """Return the name of a loss, or "package.module:function"."""
+    if value in (*CLASS_LOSSES, *ELEMENT_LOSSES) or (isinstance(value, str) and ":" in value):
+        return value
+    known = ", ".join((*CLASS_LOSSES, *ELEMENT_LOSSES))
+    raise ValueError(f"is not a loss; there are {known}, or write a function of your own as package.module:function")
+
+
+def _weights(value: Any) -> Any:
+    """Return one weight for each class."""
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    if value is None or (is_list and all(_is_weight(one) for one in value) and any(value)):
+        return value
+    raise ValueError("is not a list of weights; write a number from 0 on for each class, as in [1.0, 6.5]")
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
 def _table(value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise ValueError("is not allowed: write [server.aggregation] with the aggregator's parameters below it")
@@ -212,6 +235,46 @@ class ModelSection(_Section):
     freeze: list[str] = Field(default_factory=list)  # patterns of the names of parameters that are not trained
     norm: Literal["batch", "group", "none"] = "group"
     dtype: Literal["float32", "float64"] = "float32"
+
+
+class TaskSection(_Section):
+    loss: Annotated[str, BeforeValidator(_loss)] = "cross_entropy"
+    class_weights: Annotated[tuple[float, ...] | None, BeforeValidator(_weights)] = None
+    label_smoothing: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)] = 0.0
+    ignore_index: Annotated[int, BeforeValidator(_refuse_bool)] = -100  # a class that does not count
+    count: str | None = None  # of a user's own loss: a function that returns what a batch of targets counts
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the loss is a user's function."""
+        return ":" in self.loss
+
+    @property
+    def takes_classes(self) -> bool:
+        """Whether targets are numbers of classes."""
+        return self.loss in CLASS_LOSSES
+
+    @model_validator(mode="after")
+    def _fits_loss(self) -> TaskSection:
+        for key, losses in _LOSSES_WITH.items():
+            if key in self.model_fields_set and getattr(self, key) is not None and self.loss not in losses:
+                raise ValueError(
+                    f"task.{key} is for the loss {' and '.join(losses)}, but task.loss is '{self.loss}': leave it out"
+                )
+        if self.count is not None and not self.is_own:
+            raise ValueError(
+                f"task.count is for a loss of your own, but task.loss is '{self.loss}', which knows what it counts: "
+                "leave it out"
+            )
+        return self
+
+
+#: The losses that have a setting of their own.
+_LOSSES_WITH = {
+    "class_weights": CLASS_LOSSES,
+    "label_smoothing": ("cross_entropy", "next_token"),
+    "ignore_index": CLASS_LOSSES,
+}
 
 
 class GroupSection(_Section):
@@ -492,6 +555,7 @@ class Config(_Section):
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
+    task: TaskSection = TaskSection()
     optimizer: OptimizerSection = OptimizerSection()
     data: DataSection = DataSection()
     plan: PlanSection = PlanSection()

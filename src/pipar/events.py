@@ -22,6 +22,14 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """How good a model is on a held-out set."""
+
+    loss: float | None = None
+    accuracy: float | None = None  # None if the task has no classes
+
+
+@dataclass(frozen=True)
 class EpochResult:
     """One epoch, as in result.json and metrics.jsonl."""
 

@@ -25,6 +25,7 @@ from pipar.nn.named_aggregators import make_aggregator
 from pipar.nn.optimizers import sgd
 from pipar.nn.robust_aggregators import krum_scores
 from pipar.nn.split import split_model
+from pipar.nn.tasks import classification
 from pipar.nn.tensors import state_body, weights_sha256
 from pipar.wire.orders import TrainedPart
 
@@ -364,7 +365,7 @@ def trained(seed: int) -> State:
 
 
 def learner(aggregator: Aggregator, split_points: dict[str, int], *, shared: bool = False) -> TorchLearner:
-    settings = LearnerSettings(sgd(), classes=3, shares_server_model=shared)
+    settings = LearnerSettings(sgd(), task=classification(3), shares_server_model=shared)
     return TorchLearner(network(), split_points, settings, aggregator)
 
 

@@ -14,6 +14,7 @@ from pipar.nn.crossing import Received
 from pipar.nn.line import Line
 from pipar.nn.optimizers import sgd
 from pipar.nn.parts import MicroBatch, TorchDevicePart, TorchServerPart
+from pipar.nn.tasks import classification
 from pipar.wire.frames import Assembler, cut_message, pack_frame, unpack_frame
 from pipar.wire.messages import Kind, Message, TensorPart
 
@@ -52,7 +53,7 @@ def parts() -> tuple[TorchDevicePart, TorchServerPart]:
     lines = [Line({name: stage}, {name: stage.state_dict(keep_vars=True)}) for name, stage in stages.items()]
     rounding = lambda *_: np.random.default_rng(0)  # noqa: E731
     device = TorchDevicePart(lines[0], sgd(), has_loss=False, rounding=rounding)
-    return device, TorchServerPart(lines[1], sgd(), classes=3, rounding=rounding)
+    return device, TorchServerPart(lines[1], sgd(), task=classification(3), rounding=rounding)
 
 
 def piece() -> MicroBatch:
@@ -93,7 +94,7 @@ def gradients(*of: TorchDevicePart | TorchServerPart) -> dict[str, Tensor]:
 def expected() -> dict[str, Tensor]:
     device, server = parts()
     output = server.module(*device.module(piece().inputs))
-    (nn.functional.cross_entropy(output, piece().labels, reduction="sum") / SAMPLES).backward()
+    (nn.functional.cross_entropy(output, piece().targets, reduction="sum") / SAMPLES).backward()
     return gradients(device, server)
 
 

@@ -13,6 +13,7 @@ from pipar.nn.optimizers import sgd
 from pipar.nn.parts import MicroBatch, TorchDevicePart, TorchServerPart, cut_micro_batches
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.split import split_model
+from pipar.nn.tasks import classification
 from pipar.nn.tensors import weights_sha256
 from pipar.wire import encodings
 from pipar.wire.frames import Assembler, cut_message, pack_frame, unpack_frame
@@ -41,7 +42,7 @@ def trained(model: nn.Sequential, split_point: int, up: str, down: str, batches:
     """Return the hash of all weights after an epoch."""
     front, rest = split_model(model, split_point)
     device = TorchDevicePart(front, sgd(), has_loss=False)
-    server = TorchServerPart(rest, sgd(), classes=10)
+    server = TorchServerPart(rest, sgd(), task=classification(10))
     for pieces in batches:
         activations = [device.forward(1 + n, piece) for n, piece in enumerate(pieces)]
         for n, (piece, activation) in enumerate(zip(pieces, activations, strict=True), start=1):

@@ -12,6 +12,7 @@ from pipar.nn.frozen import changing_state, check_stays_frozen, check_trains, fr
 from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.optimizers import sgd
 from pipar.nn.parts import MicroBatch, TorchDevicePart
+from pipar.nn.tasks import classification
 from pipar.nn.tensors import read_state, state_body
 from pipar.wire.messages import Body
 from pipar.wire.orders import TrainedPart
@@ -27,7 +28,7 @@ def received(body: Body) -> Body:
 
 
 def learner(model: nn.Sequential) -> TorchLearner:
-    return TorchLearner(model, {"a": 4, "b": 4}, LearnerSettings(sgd(), classes=2))
+    return TorchLearner(model, {"a": 4, "b": 4}, LearnerSettings(sgd(), task=classification(2)))
 
 
 # --- which
@@ -189,7 +190,9 @@ class Scaled(nn.Module):
 
 def test_aggregation_keeps_buffers_that_are_not_saved() -> None:
     server = TorchLearner(
-        nn.Sequential(nn.Linear(4, 3), Scaled(), nn.Linear(3, 2)), {"a": 1}, LearnerSettings(sgd(), classes=2)
+        nn.Sequential(nn.Linear(4, 3), Scaled(), nn.Linear(3, 2)),
+        {"a": 1},
+        LearnerSettings(sgd(), task=classification(2)),
     )
     server.aggregate([TrainedPart("a", received(server.pack("a")), 1)])
     assert torch.equal(server.model[1].scale, torch.full((3,), 7.0))

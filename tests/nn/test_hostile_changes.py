@@ -9,6 +9,7 @@ from torch import nn
 from pipar.errors import ProtocolError, UnusableModelError
 from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.optimizers import sgd
+from pipar.nn.tasks import classification
 from pipar.nn.tensors import read_state
 from pipar.wire.messages import Body
 from pipar.wire.orders import TrainedPart
@@ -21,7 +22,7 @@ def changes(payload: bytes) -> Body:
 @pytest.mark.parametrize("payload", [b"", bytes(1), b"\0\0more", b"\x02\0", b"\x01\x01", b"\x09\0"])
 def test_a_device_that_returns_no_valid_model_is_named(payload: bytes) -> None:
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
-    learner = TorchLearner(model, {"pi": 1}, LearnerSettings(sgd(), classes=2))
+    learner = TorchLearner(model, {"pi": 1}, LearnerSettings(sgd(), task=classification(2)))
     before = learner.sha256()
     with pytest.raises(UnusableModelError, match="pi returned"):
         learner.aggregate([TrainedPart("pi", changes(payload), 5)])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pipar.errors import ModelError
 from pipar.nn.inputs import InputForm, Inputs, call, drawn_like, split_rows, tensors_of
 from pipar.nn.models import check_fits
+from pipar.nn.tasks import classification
 
 IDS = torch.tensor([[4, 5, 6], [7, 8, 9], [1, 2, 3]])
 INPUTS: dict[str, Inputs] = {
@@ -64,8 +65,8 @@ class Named(nn.Linear):
 
 
 def test_a_dictionary_without_the_names_that_a_forward_takes_is_refused() -> None:
-    check_fits(Named(3, 2), InputForm.of(INPUTS["dictionary"]), 2)
+    check_fits(Named(3, 2), InputForm.of(INPUTS["dictionary"]), classification(2))
     with pytest.raises(ModelError, match=r"dictionaries with ids, but .* takes ids, mask, scale: there is no 'mask'"):
-        check_fits(Named(3, 2), InputForm.of({"ids": IDS}), 2)
+        check_fits(Named(3, 2), InputForm.of({"ids": IDS}), classification(2))
     with pytest.raises(ModelError, match="it takes no 'words'"):
-        check_fits(Named(3, 2), InputForm.of({"ids": IDS, "mask": IDS, "words": IDS}), 2)
+        check_fits(Named(3, 2), InputForm.of({"ids": IDS, "mask": IDS, "words": IDS}), classification(2))

@@ -9,9 +9,12 @@ import torch
 from pipar.errors import ProtocolError
 from pipar.nn.crossing import Received
 from pipar.nn.kept_activations import KeptActivations
+from pipar.nn.parts import Decoded
+from pipar.nn.tasks import classification
 from pipar.wire.messages import Body, Kind, Message, TensorPart, numbers_body
 
 SAMPLES, SESSION, EPOCH = 5, 7, 3
+LABELS = classification(10)
 
 
 class World:
@@ -19,13 +22,13 @@ class World:
 
     def __init__(self, limit_bytes: int = 1000) -> None:
         self.version = "one"
-        self.kept = KeptActivations(limit_bytes, lambda _: self.version)
+        self.kept = KeptActivations(limit_bytes, lambda _: self.version, LABELS)
         self.rows = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(0))
         self.labels = torch.arange(SAMPLES)
 
     def send(self, first: int = 0, last: int = SAMPLES, device: str = "a") -> None:
         part = slice(first, last)
-        self.kept.add(device, (self.rows[part].clone(), self.labels[part], SAMPLES))
+        self.kept.add(device, Decoded(self.rows[part].clone(), self.labels[part], SAMPLES, SAMPLES))
 
     def begin(self, device: str = "a") -> None:
         self.kept.begin(device, SESSION, EPOCH, SAMPLES)
@@ -42,19 +45,19 @@ def test_what_was_sent_comes_back_with_the_same_bits_in_any_order() -> None:
     world.send(0, 2)
     world.send(2, 5)
     assert world.kept.epoch_of("a", SESSION) == EPOCH
-    activation, labels, batch_samples = world.kept.recall("a", refers(4, 0, 3))
+    activation, labels, batch_samples, count = world.kept.recall("a", refers(4, 0, 3))
     assert torch.equal(activation, world.rows[[4, 0, 3]])
     assert labels.tolist() == [4, 0, 3]
-    assert batch_samples == 9
+    assert batch_samples == count == 9
     activation.zero_()  # layers may overwrite what they get
     assert torch.equal(world.kept.recall("a", refers(4))[0], world.rows[[4]])
 
 
 def test_several_tensors_are_kept_as_they_cross() -> None:
-    kept = KeptActivations(1000, lambda _: "")
+    kept = KeptActivations(1000, lambda _: "", LABELS)
     sent = Received((torch.randn(2, 3), torch.tensor([[1], [2]])), (TensorPart((2, 3), "float32"),) * 2)
     kept.begin("a", SESSION, EPOCH, 2)
-    assert kept.add("a", (sent, torch.tensor([0, 1]), 2))[0] is sent
+    assert kept.add("a", Decoded(sent, torch.tensor([0, 1]), 2, 2))[0] is sent
     found = kept.recall("a", refers(1, 0))[0]
     assert isinstance(found, Received)
     assert [tensor.dtype for tensor in found.tensors] == [torch.float32, torch.int64]
@@ -98,12 +101,12 @@ def test_a_new_session_or_another_part_starts_from_nothing() -> None:
 
 
 def test_nothing_above_the_limit_is_kept() -> None:
-    world = World(limit_bytes=SAMPLES * 3 * 4 - 1)
+    world = World(limit_bytes=SAMPLES * (3 * 4 + 4) - 1)
     world.begin()
     world.send()
     assert world.kept.epoch_of("a", SESSION) is None
-    assert "59 B" in str(world.kept.refusal("a"))
-    enough = World(limit_bytes=SAMPLES * 3 * 4)
+    assert "79 B" in str(world.kept.refusal("a"))
+    enough = World(limit_bytes=SAMPLES * (3 * 4 + 4))
     enough.begin()
     enough.send()
     assert enough.kept.epoch_of("a", SESSION) == EPOCH
@@ -111,9 +114,9 @@ def test_nothing_above_the_limit_is_kept() -> None:
 
 
 def test_a_claim_of_many_samples_allocates_nothing() -> None:
-    kept = KeptActivations(1 << 30, lambda _: "")
+    kept = KeptActivations(1 << 30, lambda _: "", LABELS)
     kept.begin("a", SESSION, EPOCH, 1 << 60)
-    kept.add("a", (torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64), 1))
+    kept.add("a", Decoded(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64), 1, 1))
     assert kept.refusal("a") is not None
 
 

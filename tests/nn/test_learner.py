@@ -11,10 +11,11 @@ from torch.nn import functional as F
 
 from pipar.errors import ProtocolError
 from pipar.nn.averaging import federated_average
-from pipar.nn.learner import LearnerSettings, TorchLearner, evaluate_batch
+from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.optimizers import sgd
 from pipar.nn.parts import Part, TorchDevicePart
 from pipar.nn.split import split_model
+from pipar.nn.tasks import classification
 from pipar.nn.tensors import read_state, state_body, weights_sha256
 from pipar.wire.messages import EMPTY, Body
 from pipar.wire.orders import TrainedPart
@@ -33,7 +34,7 @@ def learner(
 ) -> TorchLearner:
     settings = LearnerSettings(
         sgd(learning_rate=0.1, momentum=0.9),
-        classes=3,
+        task=classification(3),
         shares_server_model=shared,
         keep_state=keep_state,
         proximal=proximal,
@@ -366,12 +367,16 @@ def test_the_evaluator_keeps_the_model_it_was_made_for_and_does_not_change_the_g
     inputs = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([0, 1, 2, 0, 1, 2])
     before, evaluate = one.sha256(), one.evaluator()
-    first = evaluate(lambda: (inputs, labels))
+    evaluate(lambda: (inputs, labels))
+    first = evaluate.scores()
     assert one.sha256() == before
     one.aggregate([bring_back(one, "a", 1, 3, 1)[0]])
     assert one.sha256() != before
-    assert evaluate(lambda: (inputs, labels)) == first
-    assert one.evaluator()(lambda: (inputs, labels)) != first
+    evaluate(lambda: (inputs, labels))
+    assert evaluate.scores() == first
+    other = one.evaluator()
+    other(lambda: (inputs, labels))
+    assert other.scores() != first
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -392,18 +397,19 @@ def test_weights_that_two_layers_share_are_shared_after_an_aggregation() -> None
     model[2] = nn.Linear(5, 4).double()
     model.append(nn.Linear(4, 5).double())
     model[3].weight = model[0].weight
-    one = TorchLearner(model, {"a": 4}, LearnerSettings(sgd(), classes=3))
+    one = TorchLearner(model, {"a": 4}, LearnerSettings(sgd(), task=classification(3)))
     one.aggregate([TrainedPart("a", state_body(changed(model.state_dict(), 1)), 1)])
     assert one.model[3].weight is one.model[0].weight
 
 
-def test_a_batch_is_evaluated_to_its_summed_loss_and_correct_predictions() -> None:
-    model = nn.Identity()
+def test_batches_are_evaluated_to_their_mean_loss_and_the_share_of_correct_predictions() -> None:
+    evaluate = Evaluator(nn.Identity(), classification(2))
     logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]])
     labels = torch.tensor([0, 1, 1])
-    loss, right = evaluate_batch(model, logits, labels)
-    assert loss == pytest.approx(3 * F.cross_entropy(logits, labels).item())
-    assert right == 2
+    evaluate(lambda: (logits[:2], labels[:2]))
+    evaluate(lambda: (logits[2:], labels[2:]))
+    assert evaluate.scores().loss == pytest.approx(F.cross_entropy(logits, labels).item())
+    assert evaluate.scores().accuracy == 2 / 3
 
 
 def test_the_packed_state_is_a_safetensors_file_of_the_global_model() -> None:

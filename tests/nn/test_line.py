@@ -22,6 +22,7 @@ from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.optimizers import sgd
 from pipar.nn.shared_part import SharedServerPart
 from pipar.nn.split import join_states, named_layers, split_model
+from pipar.nn.tasks import classification
 from pipar.nn.traced import TracedNetwork
 
 EXAMPLE = torch.zeros(2, 1, 4, 4, dtype=torch.float64)
@@ -209,7 +210,7 @@ def test_parts_know_how_much_of_a_batch_running_averages_take() -> None:
     _, server = split_model(line, 1)
     known = {path: module.momentum for path, module in server.named_modules() if hasattr(module, "momentum")}
     assert known == {"layer1.0.norm": 0.3, "layer1.1.norm": 0.3}
-    part = SharedServerPart(copy.deepcopy(server), sgd(), classes=10)
+    part = SharedServerPart(copy.deepcopy(server), sgd(), task=classification(10))
     part.forward((torch.rand(3, 4, 2, 2, dtype=torch.float64), torch.arange(3), 3))
     assert sum(name.endswith("running_var") for name in part._batch_statistics()) == 2
 

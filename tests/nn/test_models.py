@@ -24,6 +24,7 @@ from pipar.nn.models import (
     uses_batch_statistics,
     uses_dropout,
 )
+from pipar.nn.tasks import classification
 from pipar.user_function import load_factory
 
 SMALL = ("vgg5", "resnet18", "mobilenetv3_small")
@@ -240,7 +241,7 @@ def test_float64_starts_from_the_weights_of_float32(name: str) -> None:
 )
 @pytest.mark.slow
 def test_network_fits_the_input_it_was_built_for(name: str, input_shape: tuple[int, int, int]) -> None:
-    check_fits(on_meta(name, input_shape), input_shape, 10)
+    check_fits(on_meta(name, input_shape), input_shape, classification(10))
 
 
 @pytest.mark.parametrize(
@@ -315,13 +316,13 @@ def test_a_sequential_with_its_own_train_or_hooks_is_not_cut_after_its_children(
 
 def test_model_that_does_not_fit_the_data_is_refused() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
-    check_fits(model, (3, 2, 2), 5)
+    check_fits(model, (3, 2, 2), classification(5))
     with pytest.raises(ModelError, match=r"does not take inputs of 3x2x3: .*shapes cannot be multiplied"):
-        check_fits(model, (3, 2, 3), 5)
+        check_fits(model, (3, 2, 3), classification(5))
     with pytest.raises(ModelError, match=r"to \(2, 5\), but 4 classes need \(2, 4\)"):
-        check_fits(model, (3, 2, 2), 4)
+        check_fits(model, (3, 2, 2), classification(4))
     with pytest.raises(ModelError, match="returns a tuple"):
-        check_fits(nn.Sequential(nn.Flatten(), nn.LSTM(12, 5)), (3, 2, 2), 5)
+        check_fits(nn.Sequential(nn.Flatten(), nn.LSTM(12, 5)), (3, 2, 2), classification(5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -330,9 +331,9 @@ def test_check_changes_no_mode_statistic_or_gradient(dtype: torch.dtype) -> None
     model[1].eval()
     modes = [module.training for module in model.modules()]
     before = [tensor.clone() for tensor in weights(model)]
-    check_fits(model, CIFAR, 10)
+    check_fits(model, CIFAR, classification(10))
     with pytest.raises(ModelError):
-        check_fits(model, (3, 16, 16), 10)
+        check_fits(model, (3, 16, 16), classification(10))
     assert [module.training for module in model.modules()] == modes
     assert all(map(torch.equal, weights(model), before))
     assert all(parameter.grad is None for parameter in model.parameters())

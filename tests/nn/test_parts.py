@@ -19,8 +19,10 @@ from pipar.errors import ProtocolError
 from pipar.nn.optimizers import sgd
 from pipar.nn.parts import MicroBatch, TorchDevicePart, TorchServerPart, cut_micro_batches
 from pipar.nn.split import split_model
+from pipar.nn.tasks import classification
 from pipar.nn.tensors import read_state, state_body, tensor_body
 from pipar.wire.messages import Body, Kind, Message
+from tests.support.labels import label_bytes
 
 SGD = sgd(learning_rate=0.1, momentum=0.9)
 LAYERS = 5
@@ -55,7 +57,7 @@ def batch(samples: int = 10, dtype: torch.dtype = torch.float64, seed: int = 2) 
 
 def parts(model: nn.Sequential, split_point: int) -> tuple[TorchDevicePart, TorchServerPart]:
     near, far = split_model(model, split_point)
-    return TorchDevicePart(near, SGD, has_loss=len(far) == 0), TorchServerPart(far, SGD, classes=4)
+    return TorchDevicePart(near, SGD, has_loss=len(far) == 0), TorchServerPart(far, SGD, task=classification(4))
 
 
 def message(body: Body, n: int, piece: MicroBatch, kind: Kind = Kind.ACTIVATION) -> Message:
@@ -212,7 +214,7 @@ def test_a_model_that_does_not_fit_is_refused(change: str) -> None:
 def activation_of(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, labels: int | None = None) -> Message:
     from pipar.nn.tensors import tensor_body
 
-    body = tensor_body(torch.zeros(shape, dtype=dtype), torch.zeros(labels or shape[0], dtype=torch.int64))
+    body = tensor_body(torch.zeros(shape, dtype=dtype), label_bytes(torch.zeros(labels or shape[0], dtype=torch.int64)))
     return Message(Kind.ACTIVATION, 1, 1, 1, shape[0], 10, body)
 
 
@@ -240,7 +242,7 @@ def test_activations_that_are_not_finite_are_refused_with_their_name() -> None:
     values[1, 3] = float("nan")
     piece = MicroBatch(values, torch.zeros(2, dtype=torch.int64), 2)
     with pytest.raises(ProtocolError, match=r"^ACTIVATION\(epoch 1, iteration 1, micro-batch 4\) has values that are"):
-        server.decode(message(tensor_body(values, piece.labels), 4, piece), "raw")
+        server.decode(message(tensor_body(values, label_bytes(piece.targets)), 4, piece), "raw")
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 3, 3), (2, 3, 1, 4), (2, 12), (2, 6, 2, 2)], ids=str)
@@ -271,8 +273,8 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
 def test_labels_outside_the_classes_are_refused() -> None:
     device, server = parts(network(), 3)
     (piece,) = cut_micro_batches(*batch(2), [2])
-    wrong = replace(piece, labels=torch.tensor([0, 4]))
-    with pytest.raises(ProtocolError, match=r"label outside 0\.\.3"):
+    wrong = replace(piece, targets=torch.tensor([0, 4]))
+    with pytest.raises(ProtocolError, match="label 4, but the highest label is 3"):
         server.decode(message(device.encode(device.forward(1, piece), wrong, "raw"), 1, piece), "raw")
 
 
@@ -286,7 +288,7 @@ def test_labels_outside_the_classes_are_refused() -> None:
     ],
 )
 def test_a_body_that_is_no_tensor_is_refused_before_its_gradient_is_cut_into_chunks(body: Body) -> None:
-    server = TorchServerPart(nn.Sequential(nn.Linear(12, 3)).double(), sgd(), classes=3)
+    server = TorchServerPart(nn.Sequential(nn.Linear(12, 3)).double(), sgd(), task=classification(3))
     with pytest.raises(ProtocolError):
         server.chunk_bytes(Message(Kind.ACTIVATION, 1, 1, 1, 2, 2, body), "planes")
 

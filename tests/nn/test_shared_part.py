@@ -11,23 +11,26 @@ from torch import nn
 
 from pipar.errors import UnusableStepError
 from pipar.nn.optimizers import sgd
+from pipar.nn.parts import Decoded
 from pipar.nn.shared_part import SharedServerPart
+from pipar.nn.tasks import classification
 from pipar.nn.tensors import tensor_body
 from pipar.wire.messages import Kind, Message
+from tests.support.labels import label_bytes
 
-LABELS = (torch.arange(6) % 3, 6)
+LABELS = (torch.arange(6) % 3, 6, 6)
 
 
 def shared_part(rate: float = 0.1, *, trusts_devices: bool = False) -> SharedServerPart:
     torch.manual_seed(0)
     module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
-    part = SharedServerPart(module, sgd(rate, momentum=0.9), classes=3)
+    part = SharedServerPart(module, sgd(rate, momentum=0.9), task=classification(3))
     part.trusts_devices = trusts_devices
     return part
 
 
 def train(part: SharedServerPart, inputs: torch.Tensor, *, step: bool = True) -> None:
-    part.backward(part.forward((inputs, torch.arange(len(inputs)) % 3, len(inputs))))
+    part.backward(part.forward(Decoded(inputs, torch.arange(len(inputs)) % 3, len(inputs), len(inputs))))
     if step:
         part.step()
 
@@ -54,7 +57,7 @@ def test_an_unfinished_batch_leaves_neither_gradients_nor_statistics() -> None:
 
 def as_device(part: SharedServerPart, device: str, factor: float) -> None:
     """Train a batch of a device whose gradient has this many times the usual size."""
-    activation = part.backward(part.forward((torch.randn(6, 4), torch.arange(6) % 3, 6)))
+    activation = part.backward(part.forward(Decoded(torch.randn(6, 4), torch.arange(6) % 3, 6, 6)))
     part.encode(activation, "raw", (1, 1, 1, device))
     for weight in part.module.parameters():
         assert weight.grad is not None
@@ -151,7 +154,9 @@ def test_statistics_cannot_be_raised_slowly_by_one_device() -> None:
     part, scale, counted = shared_part(), 1.0, dict.fromkeys("abc", 0)
     for _ in range(40):
         for device in ("a", "b", "c"):
-            activation = part.backward(part.forward((torch.randn(6, 4) * (scale if device == "c" else 1.0), *LABELS)))
+            activation = part.backward(
+                part.forward(Decoded(torch.randn(6, 4) * (scale if device == "c" else 1.0), *LABELS))
+            )
             part.encode(activation, "raw", (1, 1, 1, device))
             with contextlib.suppress(UnusableStepError):
                 part.step()
@@ -167,7 +172,7 @@ def test_statistics_cannot_be_raised_slowly_by_one_device() -> None:
 def test_a_batch_of_an_honest_device_may_vary_ten_times_as_much_as_the_others() -> None:
     part = shared_part(rate=1e-6)
     for device, scale in (("a", 1.0), ("b", 1.0), ("c", 12.0)):
-        activation = part.backward(part.forward((torch.randn(6, 4) * scale, *LABELS)))
+        activation = part.backward(part.forward(Decoded(torch.randn(6, 4) * scale, *LABELS)))
         part.encode(activation, "raw", (1, 1, 1, device))
         part.step()
 
@@ -176,16 +181,16 @@ def test_statistics_of_all_devices_may_grow_together() -> None:
     part = shared_part(rate=1e-6)
     for scale in (1.0, 3.0, 9.0, 27.0):
         for device in ("a", "b", "c"):
-            activation = part.backward(part.forward((torch.randn(6, 4) * scale, *LABELS)))
+            activation = part.backward(part.forward(Decoded(torch.randn(6, 4) * scale, *LABELS)))
             part.encode(activation, "raw", (1, 1, 1, device))
             part.step()
 
 
 def test_the_shape_of_one_devices_activations_does_not_bind_the_next_device() -> None:
     module = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8, 3))
-    part = SharedServerPart(module, sgd(0.1), classes=3)
+    part = SharedServerPart(module, sgd(0.1), task=classification(3))
     for size in (4, 8):
-        body = tensor_body(torch.randn(6, 2, size, size), torch.arange(6) % 3)
+        body = tensor_body(torch.randn(6, 2, size, size), label_bytes(torch.arange(6) % 3))
         message = Message(Kind.ACTIVATION, 1, 1, 1, 6, 6, body)
         activation = part.backward(part.forward(part.decode(message, "raw")))
         part.encode(activation, "raw", (1, 1, 1, f"device-{size}"))

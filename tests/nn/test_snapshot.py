@@ -15,9 +15,10 @@ from torch import nn
 from pipar.errors import InputError
 from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.optimizers import sgd
-from pipar.nn.parts import TorchDevicePart, cut_micro_batches
+from pipar.nn.parts import Decoded, TorchDevicePart, cut_micro_batches
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import split_model
+from pipar.nn.tasks import classification
 from pipar.nn.tensors import state_body, weights_sha256
 from pipar.wire.messages import Body
 from pipar.wire.orders import TrainedPart
@@ -44,7 +45,7 @@ class World:
     """A learner and its devices' parts, which survive a restart of the server."""
 
     def __init__(self, split_points: dict[str, int], *, shared: bool = False, keep: bool = False) -> None:
-        self.settings = LearnerSettings(OPTIMIZER, classes=3, shares_server_model=shared, keep_state=keep)
+        self.settings = LearnerSettings(OPTIMIZER, task=classification(3), shares_server_model=shared, keep_state=keep)
         self.split_points = split_points
         self.learner = self.new_learner()
         self.parts = {
@@ -75,7 +76,7 @@ class World:
         (piece,) = cut_micro_batches(inputs, torch.randint(3, (8,), generator=generator), [8])
         replica = self.learner.replica(device)
         activation = part.forward(1, piece).detach().clone()
-        part.backward(1, replica.backward(replica.forward((activation, piece.labels, 8))))
+        part.backward(1, replica.backward(replica.forward(Decoded(activation, piece.targets, 8, 8))))
         replica.step()
         part.step()
 

@@ -22,6 +22,7 @@ from pipar.methods import Plan
 from pipar.nn.learner import TorchLearner
 from pipar.nn.parts import TorchDevicePart
 from pipar.nn.runtime import one_thread
+from pipar.nn.tasks import classification
 from pipar.privacy.mechanisms import clip_and_noise
 from pipar.profiling.cache import machine_fingerprint
 from pipar.profiling.layer_times import training_pass
@@ -49,7 +50,7 @@ def measure(model: nn.Sequential, batch_size: int = 8, **more: object) -> Profil
         model,
         model_name="small",
         inputs=SHAPE,
-        classes=5,
+        training=classification(5),
         batch_size=batch_size,
         budget_s=0.02,
         **more,  # type: ignore[arg-type]
@@ -245,7 +246,9 @@ def test_batch_normalisation_is_never_measured_on_a_single_sample() -> None:
 
 @pytest.mark.slow
 def test_a_tiny_budget_still_gives_one_pass_of_everything() -> None:
-    profile = measure_profile(small_network(), model_name="small", inputs=SHAPE, classes=5, batch_size=8, budget_s=0.0)
+    profile = measure_profile(
+        small_network(), model_name="small", inputs=SHAPE, training=classification(5), batch_size=8, budget_s=0.0
+    )
     assert profile.how == "median CPU time of 1 training pass on one thread"
     assert all(time_s > 0 for layer in profile.layers for time_s in layer.forward_s + layer.backward_s)
 
@@ -286,7 +289,7 @@ def test_the_layers_together_take_as_long_as_the_unsplit_network(samples: int) -
         nn.Sequential(nn.Linear(1024, 128), nn.ReLU()),
         nn.Linear(128, 5),
     )
-    batch = Batch.random(samples, (3, 16, 16), 5, torch.float32)
+    batch = Batch.random(samples, (3, 16, 16), classification(5), torch.float32)
     with one_thread():
         pairs = [(_layers_s(model, batch), _plain_pass_s(model, batch)) for _ in range(41)]
     # Pair by pair, because a busy machine changes its speed by a third within seconds: 2 % apart when measured.
@@ -352,7 +355,7 @@ with open("/proc/self/status") as status:
     (used,) = (int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (used + 130 * 2**20,) * 2)
 profile = measure_profile(
-    model, model_name="wide", inputs=(3, 32, 32), classes=5, batch_size=128, budget_s=0.1
+    model, model_name="wide", inputs=(3, 32, 32), training=classification(5), batch_size=128, budget_s=0.1
 )
 print(len(profile.layers), profile.total_layers, profile.batch_sizes)
 """

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipar.errors import TrainingError
-from pipar.events import EpochResult
+from pipar.events import EpochResult, Scores
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import EpochTrace, Recorder, Span, Totals
 from pipar.job.job import Bounds
@@ -56,7 +56,7 @@ class Book:
 
     def add_validation(self, epoch: int, loss: float | None = 0.5) -> None:
         self.background.busy("validation", "validate", epoch, 0, 0, 20.0, 20.75)
-        self.collector.add_validation(epoch, loss, 0.9)
+        self.collector.add_validation(epoch, Scores(loss, 0.9))
 
     def add_all(self, epoch: int) -> None:
         self.add_device("a", epoch)

@@ -11,6 +11,7 @@ How tests run:
 
 Small things to train, plan and send:
     training            workloads, profiles made by hand, trainings in virtual time
+    labels              labels in messages
     networks            networks that are no nn.Sequential
     families            networks of known families, as their libraries write them
     over_grpc           the same trainings over gRPC

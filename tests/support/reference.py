@@ -10,13 +10,14 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
-Batch = tuple[Inputs, Tensor]
+Batch = tuple[Inputs, Inputs]
 Data = Sequence[Sequence[Sequence[Batch]]]
 State = dict[str, Tensor]
 
@@ -29,7 +30,7 @@ class Rules:
     momentum: float = 0.9
     weight_decay: float = 0.0
     keep_state: bool = False
-    loss: Callable[[Tensor, Tensor], Tensor] = field(default=F.cross_entropy)  # the mean over the batch
+    loss: Callable[[Tensor, Any], Tensor] = field(default=F.cross_entropy)  # the mean over the batch
     proximal: float = 0.0  # mu of FedProx
     #: From the global model, the devices' models and their samples to the next global model; None: `average`.
     aggregate: Callable[[State, Sequence[State], Sequence[int]], State] | None = None
@@ -134,7 +135,14 @@ def combine(rules: Rules, before: State, states: Sequence[State], counts: Sequen
 
 
 def samples(batches: Sequence[Batch]) -> int:
-    return sum(len(labels) for _, labels in batches)
+    return sum(len(first(targets)) for _, targets in batches)
+
+
+def first(targets: Inputs) -> Tensor:
+    """Return one of the tensors that a batch's targets consist of."""
+    if isinstance(targets, Tensor):
+        return targets
+    return next(iter(targets.values())) if isinstance(targets, dict) else targets[0]
 
 
 def average(states: Sequence[State], counts: Sequence[int]) -> State:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pipar.device.interfaces import Equipment
 from pipar.errors import PiparError, ProtocolError, TrainingError
-from pipar.events import EpochResult, Event, Joined, Observer, RoundOver, ignore
+from pipar.events import EpochResult, Event, Joined, Observer, RoundOver, Scores, ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recorder, Span, Totals, pack_trace
@@ -50,6 +50,19 @@ E = TypeVar("E")
 PlanJoined = Callable[[Mapping[str, Profile]], Mapping[str, Plan]]
 
 
+@dataclass(frozen=True)
+class ScriptedEvaluator:
+    """Gives one loss, whatever it is called with."""
+
+    loss: float
+
+    def __call__(self, batch: Any, /) -> None:
+        pass
+
+    def scores(self) -> Scores:
+        return Scores(self.loss, 1.0)
+
+
 class ScriptedLearner(SizesOnlyLearner):
     """A model of sizes only, with given validation losses; remembers which devices were averaged and discarded."""
 
@@ -59,9 +72,8 @@ class ScriptedLearner(SizesOnlyLearner):
         self.averaged: list[list[str]] = []
         self.forgotten: list[str] = []
 
-    def evaluator(self) -> Callable[[Any], tuple[float, int]]:
-        loss = next(self._losses)
-        return lambda samples: (loss * samples, samples)
+    def evaluator(self) -> ScriptedEvaluator:
+        return ScriptedEvaluator(next(self._losses))
 
     def aggregate(self, returned: Sequence[TrainedPart], *, keep_before: bool = False) -> None:  # noqa: ARG002
         self.averaged.append([back.device for back in returned])

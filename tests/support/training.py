@@ -71,6 +71,7 @@ class Case:
     cut_points: tuple[str, ...] | None = None
     batch_size: int = BATCH
     optimizer: tuple[tuple[str, Any], ...] = ()  # more keys of [optimizer]
+    task: tuple[tuple[str, Any], ...] = ()  # keys of [task]
     even: bool = False  # all devices fast on unlimited links, so that real processes are quick
 
     def __str__(self) -> str:
@@ -95,6 +96,7 @@ class Case:
                 **({"weight_decay": self.weight_decay} if self.weight_decay else {}),
                 **dict(self.optimizer),
             },
+            "task": dict(self.task),
             "data": {
                 "name": "synthetic",
                 "shape": list(self.shape),
@@ -180,6 +182,7 @@ def make_job(workload: Workload) -> Job:
         dataset=workload.data_name,
         model=workload.model_name,
         steady_layers=workload.steady_layers(model),
+        target_size=workload.task.size,
     )
     return with_plans(job, rehearse)
 

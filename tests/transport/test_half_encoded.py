@@ -12,7 +12,7 @@ from support.cutting import CutLink, Loss
 from pipar.errors import LinkError
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
-from pipar.nn.tensors import read_labels, read_tensor, tensor_body
+from pipar.nn.tensors import read_tensor, tensor_body
 from pipar.server.device_messages import Introduction
 from pipar.server.serving import GradientReply
 from pipar.server.session import Allowance, Session
@@ -20,6 +20,7 @@ from pipar.transport.channel import Channel
 from pipar.transport.in_memory import MemoryTransport, memory_pair
 from pipar.wire.frames import Frame
 from pipar.wire.messages import Body, Chunks, Kind, Message, Payload
+from tests.support.labels import label_bytes, read_labels
 
 CHUNKS = 5
 #: Seconds to encode a chunk; on the link it takes half of that, or twice as much.
@@ -30,7 +31,7 @@ LABELS = torch.arange(CHUNKS)
 
 def coded(encoding: str = "sparse-planes") -> tuple[Message, list[int]]:
     """Return a message whose first chunk is encoded, and a list that receives the number of each encoded chunk."""
-    body, asked = tensor_body(TENSOR, LABELS, encoding=encoding), [0]
+    body, asked = tensor_body(TENSOR, label_bytes(LABELS), encoding=encoding), [0]
     chunks = body.chunks
     assert chunks is not None
     assert chunks.count == CHUNKS

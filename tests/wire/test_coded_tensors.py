@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from pipar.errors import ProtocolError
-from pipar.nn.tensors import not_zero, read_labels, read_tensor, tensor_body
+from pipar.nn.tensors import not_zero, read_tensor, tensor_body
 from pipar.wire.encodings import ALL, EXACT, LOSSY
 from pipar.wire.frames import Assembler, Frame, body_limit, cut_message, pack_frame, unpack_frame
 from pipar.wire.lossy import Lossy
 from pipar.wire.messages import Body, Kind, Message
+from tests.support.labels import label_bytes, read_labels
 
 T = TypeVar("T")
 SHAPE = (20, 8, 32, 32)  # 640 KiB: three chunks
@@ -37,7 +38,15 @@ def whole(body: Body) -> Body:
 def message(tensor: torch.Tensor, encoding: str = "sparse-planes", labels: torch.Tensor | None = None) -> Message:
     lossy = Lossy(np.random.default_rng(1)) if encoding in LOSSY else None
     kind = Kind.GRADIENT if labels is None else Kind.ACTIVATION
-    return Message(kind, 1, 1, 1, len(tensor), 50, whole(tensor_body(tensor, labels, encoding=encoding, lossy=lossy)))
+    return Message(
+        kind,
+        1,
+        1,
+        1,
+        len(tensor),
+        50,
+        whole(tensor_body(tensor, () if labels is None else label_bytes(labels), encoding=encoding, lossy=lossy)),
+    )
 
 
 def frames(sent: Message) -> list[Frame]:

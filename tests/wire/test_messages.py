@@ -43,7 +43,7 @@ def test_a_gradient_has_no_labels() -> None:
 @pytest.mark.parametrize(
     ("message", "sentence"),
     [
-        (activation(size=35), "carries 35 bytes"),
+        (activation(size=26), "carries 26 bytes"),
         (activation(size=24), "carries 24 bytes"),
         (activation(dtype="float64"), "float64 of shape"),
         (activation(dtype=""), "no dtype"),

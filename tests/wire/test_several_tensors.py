@@ -85,14 +85,14 @@ def test_an_empty_or_a_torn_description_is_refused() -> None:
     with pytest.raises(ProtocolError, match="The peer announces"):
         unpack_frame(bytes(packed))
     struct.pack_into("!B", packed, 40, 0)
-    with pytest.raises(ProtocolError, match="says tensors of shapes"):
+    with pytest.raises(ProtocolError, match="its tensors have shapes"):
         Assembler().feed(unpack_frame(bytes(packed)))
 
 
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (replace(message(), samples=2), "says tensors of shapes"),
+        (replace(message(), samples=2), "its tensors have shapes"),
         (message((SKIP, TensorPart((2, 5), "bool"))), "its tensors have shapes"),
         (replace(message(), kind=Kind.GRADIENT), "says tensors of shapes"),
     ],

@@ -18,12 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipar import random_streams
+from pipar.config import TaskSection
 from pipar.data import formats
 from pipar.data.catalog import DatasetInfo, dataset_info, locate
 from pipar.data.formats import Labels, Pixels
+from pipar.data.own_targets import own_target
 from pipar.data.request import Counts, Request, check_request, cut_counts, synthetic_counts
 from pipar.errors import DataError
-from pipar.nn.inputs import InputForm, Inputs, mapped, rebuilt, tensors_of
+from pipar.nn.inputs import InputForm, Inputs, in_dtype, mapped, rebuilt, tensors_of
+from pipar.nn.tasks import target_form
 from pipar.units import format_bytes
 from pipar.user_function import call_factory
 
@@ -32,28 +35,39 @@ Indices = NDArray[np.int64]
 # The held-out sets do not depend on the run's seed, so that runs stay comparable.
 _HELD_OUT_SEED = 0
 _SYNTHETIC_CHUNK = 1024
+_CLASSES = TaskSection()
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Samples and labels; uint8 samples are normalised by `mean` and `std` of pixels / 255, others are not changed.
+    """Samples and targets; uint8 samples are normalised by `mean` and `std` of pixels / 255, others are not changed.
 
-    Most are images, so `images` is one tensor; a user's own samples may be a tuple or a dictionary of tensors.
+    Most are images with labels, so `images` and `labels` are one tensor each; a user's own may be a tuple or a
+    dictionary of tensors.
     """
 
     images: Any = field(repr=False)  # Inputs
-    labels: Tensor = field(repr=False)
+    labels: Any = field(repr=False)  # Targets
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     flip: bool = False
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(tensors_of(self.labels)[0])
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one sample; if it is no single tensor, the number of its values."""
         return self.form.shape
+
+    @cached_property
+    def target_form(self) -> InputForm:
+        """What the targets of one sample are."""
+        return target_form(self.labels)
+
+    def targets(self, at: Tensor | slice, dtype: torch.dtype) -> Any:
+        """Return the targets of some samples, floating-point numbers in this dtype."""
+        return in_dtype(mapped(self.labels, lambda tensor: tensor[at]), dtype)
 
     @cached_property
     def form(self) -> InputForm:
@@ -68,7 +82,8 @@ class Images:
     def take(self, rows: Indices) -> Images:
         """Return a copy of these rows."""
         at = torch.from_numpy(np.asarray(rows, np.int64))
-        return Images(self.rows(at), self.labels[at], self.mean, self.std, self.flip)
+        labels = mapped(self.labels, lambda tensor: tensor[at])
+        return Images(self.rows(at), labels, self.mean, self.std, self.flip)
 
     def normalised(self, samples: Any, dtype: torch.dtype) -> Any:
         """Return samples of this set as network inputs: (pixel / 255 - mean) / std in `dtype`; integers unchanged."""
@@ -82,11 +97,11 @@ class Images:
         std = torch.tensor(self.std, dtype=torch.float64).view(broadcast)
         return samples.to(dtype).mul_((1 / (255 * std)).to(dtype)).sub_((mean / std).to(dtype))
 
-    def batches(self, size: int, dtype: torch.dtype) -> Iterator[tuple[Any, Tensor]]:
+    def batches(self, size: int, dtype: torch.dtype) -> Iterator[tuple[Any, Any]]:
         """Yield all samples in order, normalised, in batches of `size`, for validation and test."""
         for start in range(0, len(self), size):
             at = slice(start, start + size)
-            yield self.normalised(self.rows(at), dtype), self.labels[at]
+            yield self.normalised(self.rows(at), dtype), self.targets(at, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,39 +145,39 @@ def load_dataset(
         raise DataError(f"{name} cannot be read: {error}.") from error
 
 
-def dataset_images(dataset: Any) -> Images:
-    """Return all items of a torch Dataset: pairs of a sample and a label.
+def dataset_images(dataset: Any, task: TaskSection = _CLASSES) -> Images:
+    """Return all items of a torch Dataset: pairs of a sample and its target.
 
     A sample is a tensor, a PIL image, an array, or a tuple or a dictionary of tensors, as the network is called with
     it. A tensor is channels first; images and arrays are height x width x channels, as in torchvision. Floats and
-    integers are not changed; uint8 is normalised with mean and deviation 0.5, the same on every device.
+    integers are not changed; uint8 is normalised with mean and deviation 0.5, the same on every device. A target is
+    what the task's loss takes; that of a text may be None: its next tokens.
     """
     if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
         raise DataError(f"a {type(dataset).__name__} is not a dataset: give a torch Dataset of (sample, label) pairs.")
     items = dataset if not hasattr(dataset, "__len__") else (dataset[at] for at in range(len(dataset)))
     samples: list[Inputs] = []
-    labels: list[int] = []
+    targets: list[Inputs] = []
     for at, item in enumerate(items):
-        sample, label = _item(item, at)
+        sample, target = _item(item, at, task)
         if samples:
-            _check_alike(sample, samples[0], at)
+            _check_alike(sample, samples[0], f"item {at} of the dataset", "item 0")
+            _check_alike(target, targets[0], f"the target of item {at} of the dataset", "that of item 0")
         samples.append(sample)
-        labels.append(label)
+        targets.append(target)
     if not samples:
         raise DataError("the dataset is empty: a factory must return at least one item, or None if it has no such set.")
     stacked = _stacked(samples)
     channels = stacked.shape[1] if isinstance(stacked, Tensor) and stacked.ndim > 1 else 1
     middle = (0.5,) * channels
-    return Images(stacked, torch.tensor(labels, dtype=torch.int64), middle, middle)
+    return Images(stacked, _stacked(targets), middle, middle)
 
 
-def _check_alike(sample: Inputs, first: Inputs, at: int) -> None:
+def _check_alike(given: Inputs, first: Inputs, what: str, other: str) -> None:
     """Raise DataError unless two samples have the same structure, dtypes and shapes."""
-    given, wanted = _outline(sample), _outline(first)
-    if given != wanted:
-        raise DataError(
-            f"item {at} of the dataset is {given}, but item 0 is {wanted}: all items must have one dtype and shape."
-        )
+    this, wanted = _outline(given), _outline(first)
+    if this != wanted:
+        raise DataError(f"{what} is {this}, but {other} is {wanted}: all items must have one dtype and shape.")
 
 
 def _outline(sample: Inputs) -> str:
@@ -178,24 +193,22 @@ def _stacked(samples: Sequence[Inputs]) -> Inputs:
     return rebuilt(samples[0], columns)
 
 
-def factory_images(spec: str, name: str) -> Images | None:
+def factory_images(spec: str, name: str, task: TaskSection = _CLASSES) -> Images | None:
     """Return the images that the user's "package.module:function" returns for a device's name, "validation" or "test".
 
     None if the function returns None: it has no such set.
     """
     dataset = call_factory(spec, name)
-    return None if dataset is None else dataset_images(dataset)
+    return None if dataset is None else dataset_images(dataset, task)
 
 
-def _item(item: Any, at: int) -> tuple[Inputs, int]:
+def _item(item: Any, at: int, task: TaskSection) -> tuple[Inputs, Inputs]:
     try:
         sample, mark = item
-        label = operator.index(mark)
     except (TypeError, ValueError) as error:
-        raise DataError(f"item {at} of the dataset is not a pair of a sample and an integer label.") from error
-    if label < 0:
-        raise DataError(f"item {at} of the dataset has label {label}: labels start at 0.")
-    return _sample(sample, at), label
+        raise DataError(f"item {at} of the dataset is not a pair of a sample and a target.") from error
+    taken = _sample(sample, at)
+    return taken, own_target(mark, taken, f"item {at} of the dataset", task)
 
 
 def _sample(sample: Any, at: int) -> Inputs:

@@ -19,6 +19,7 @@ from pipar.data.datasets import Images, Indices
 from pipar.errors import DataError
 from pipar.nn.inputs import mapped
 from pipar.nn.parts import MicroBatch, cut_micro_batches, reference
+from pipar.nn.tasks import Task, classification
 from pipar.privacy.mechanisms import noisy, randomised_labels
 
 _PADDING = 4
@@ -35,6 +36,9 @@ class SamplePrivacy:
     label_seed: int | None = None  # of the labels, if a restarted device must send the same ones
 
 
+_LABELS = classification(0)
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """The samples of one device: rows of a set of images that many shards share without copies."""
@@ -46,6 +50,7 @@ class Shard:
     augment: bool = False
     dtype: torch.dtype = torch.float32
     privacy: SamplePrivacy | None = None
+    task: Task = field(default=_LABELS, repr=False)
     # The augmentation of the last epoch, which every batch of it needs.
     _drawn: dict[int, NDArray[np.int8]] = field(default_factory=dict, init=False, repr=False)
     # The place of each position in the order of an earlier epoch.
@@ -64,6 +69,16 @@ class Shard:
                 f"samples are {form}: unset it, or protect updates with privacy.noise_multiplier."
             )
 
+        if self.privacy is not None and self.privacy.label_epsilon is not None and not self._has_plain_labels:
+            raise DataError(
+                "privacy.label_epsilon randomises one class of each sample, for cross_entropy and nll without "
+                f"class_weights, but targets are {self.images.target_form} for {self.task.name}: unset it."
+            )
+
+    @property
+    def _has_plain_labels(self) -> bool:
+        return self.task.has_labels and not self.task.sends_count
+
     def __len__(self) -> int:
         return len(self.indices)
 
@@ -71,8 +86,8 @@ class Shard:
         """Return the order in which this epoch visits the positions 0..len-1."""
         return random_streams.generator(self.seed, "order", self.device, epoch).permutation(len(self))
 
-    def batch(self, epoch: int, positions: Indices) -> tuple[Any, Tensor]:
-        """Return the samples at these positions, augmented and normalised in `dtype`, and their labels.
+    def batch(self, epoch: int, positions: Indices) -> tuple[Any, Any]:
+        """Return the samples at these positions, augmented and normalised in `dtype`, and their targets.
 
         The augmentation of a sample depends on the epoch and its position, not on its batch.
         """
@@ -81,15 +96,15 @@ class Shard:
         if self.augment:
             assert isinstance(samples, Tensor)
             samples = _augmented(samples, self._draws(epoch)[positions], flip=self.images.flip)
-        return self.images.normalised(samples, self.dtype), self.images.labels.index_select(0, rows)
+        return self.images.normalised(samples, self.dtype), self.images.targets(rows, self.dtype)
 
     def micro_batches(self, epoch: int, positions: Indices, sizes: list[int]) -> list[MicroBatch]:
         """Return the batch at these positions, before noise is added, cut into micro-batches of these sizes."""
-        inputs, labels = self.batch(epoch, positions)
+        inputs, targets = self.batch(epoch, positions)
         sent = (
             None if self._sent_labels is None else self._sent_labels[torch.from_numpy(np.asarray(positions, np.int64))]
         )
-        return cut_micro_batches(inputs, labels, sizes, sent)
+        return cut_micro_batches(inputs, targets, sizes, sent, count=self.task.count(targets))
 
     def references(self, kept: int, positions: Indices, sizes: list[int]) -> list[Any]:
         """Return the batch at these positions as micro-batches that refer to the order of an earlier epoch."""
@@ -97,10 +112,18 @@ class Shard:
             self._numbers.clear()
             self._numbers[kept] = np.argsort(self.order(kept)).astype("<u4")
         numbers, ends = self._numbers[kept][positions], np.cumsum(sizes)
+        count = self._count_bytes(positions)
         return [
-            reference(numbers[end - size : end].tobytes(), len(positions))
+            reference(numbers[end - size : end].tobytes(), len(positions), count)
             for size, end in zip(sizes, ends, strict=True)
         ]
+
+    def _count_bytes(self, positions: Indices) -> bytes:
+        """Return what the batch at these positions counts, if the server cannot know it."""
+        if not self.task.sends_count:
+            return b""
+        rows = torch.from_numpy(np.asarray(self.indices[positions], np.int64))
+        return self.task.count_bytes(self.images.targets(rows, self.dtype))
 
     @property
     def varies(self) -> bool:

@@ -19,6 +19,7 @@ from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.privacy.budget import PrivacyGuard, PrivacyLimits, UpdateNoise, choose_noise
 from pipar.profiling.cache import usable_cores
 from pipar.profiling.profile import Profile
+from pipar.wire.messages import LABELS, TargetSize
 from pipar.wire.orders import Orders
 from pipar.wording import equivalence
 
@@ -69,6 +70,7 @@ class Job:
     leaky_cuts: Mapping[int, float] = field(default_factory=dict)  # split points that leak too much, with their leakage
     leakage_guess: float | None = None  # similarity of a reconstruction without any activation, if measured
     sample_bytes: int = 0  # of one sample's input
+    target_size: TargetSize = LABELS  # of the targets that travel with activations
     most_samples: int | None = None  # that a device may report; None: any number
     steady_layers: int = 0  # first layers whose activations are the same in every epoch
     cuts: CutList | None = None  # of a network that is no nn.Sequential, or has cut points
@@ -219,6 +221,7 @@ class Job:
             steady_layers=self.steady_layers,
             cache_bytes=config.server.activation_cache,
             recalled=1.0 - 1.0 / config.run.epochs if self.steady_layers else 0.0,  # the mean over all epochs
+            targets=self.target_size,
         )
 
     @property

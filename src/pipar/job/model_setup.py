@@ -12,6 +12,7 @@ from torch import nn
 
 from pipar import random_streams
 from pipar.errors import OrdersError
+from pipar.events import Scores
 from pipar.job.job import Job
 from pipar.job.workload import Workload
 from pipar.nn.frozen import frozen_layers
@@ -27,7 +28,7 @@ def make_learner(job: Job, workload: Workload, *, trusts_devices: bool = True) -
     """Return the server's learner, with the initial weights; devices of other owners are not trusted."""
     settings = LearnerSettings(
         workload.optimizer(),
-        workload.classes,
+        workload.task,
         shares_server_model=job.method.shares_server_model,
         keep_state=job.keep_state,
         proximal=job.config.server.proximal,
@@ -55,6 +56,7 @@ def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDev
             rounding=partial(random_streams.generator, workload.config.run.seed, "rounding", device, "up"),
             keeps_base=orders.keeps_base,
             each_alone=orders.is_steady,
+            task=workload.task,
         )
 
     return build
@@ -88,18 +90,17 @@ def deterministic(seed: int) -> Iterator[None]:
         yield
 
 
-def measure_test_accuracy(
+def scores_on_test_set(
     learner: TorchLearner, workload: Workload, stopped: Callable[[], bool] = lambda: False
-) -> float | None:
-    """Return the share of the test set that the global model classifies correctly.
+) -> Scores:
+    """Return the scores of the global model on the test set.
 
-    None if there is no test set, or if `stopped` returns True before the end.
+    They are empty if there is no test set, or if `stopped` returns True before the end.
     """
-    batches, correct = workload.held_out_batches("test"), 0
     evaluate = learner.evaluator()
     with one_thread():
-        for _, load in batches:
+        for _, load in workload.held_out_batches("test"):
             if stopped():
-                return None
-            correct += evaluate(load)[1]
-    return correct / sum(samples for samples, _ in batches) if batches else None
+                return Scores()
+            evaluate(load)
+    return evaluate.scores()

@@ -87,6 +87,7 @@ def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
         adapters=uses_adapters(model),
         cuts=cuts,
         steady_layers=workload.steady_layers(model),
+        target_size=workload.task.size,
     )
 
 

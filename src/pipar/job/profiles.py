@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipar.config import Config, OptimizerSection
+from pipar.config import Config, OptimizerSection, TaskSection
 from pipar.config_file import config_from
 from pipar.errors import ConfigError
 from pipar.events import Observer, Preparing, ignore
@@ -152,9 +152,11 @@ def profile_key(config: Config, input_shape: tuple[int, ...], classes: int) -> d
     frozen = {"freeze": config.model.freeze} if config.model.freeze else {}
     section = config.optimizer
     steps = {} if section.kind == "sgd" else {"optimizer": [section.kind, section.factory, section.arguments]}
+    task = {} if config.task == TaskSection() else {"task": config.task.model_dump(mode="json")}
     return {
         **frozen,
         **steps,
+        **task,
         "model": config.model.name,
         "norm": config.model.norm,
         "dtype": config.model.dtype,
@@ -215,7 +217,7 @@ def measured_profile(
         model,
         model_name=workload.model_name,
         inputs=workload.form,
-        classes=workload.classes,
+        training=workload.task,
         batch_size=config.run.batch_size,
         dtype=workload.dtype,
         load=lambda count: shard.batch(1, positions[:count].repeat(-(-count // len(positions)))[:count]),
@@ -266,8 +268,8 @@ def count_network(workload: Workload, model: nn.Sequential) -> Counts:
     from pipar.profiling.operation_counter import count_layers
 
     if known is None:
-        return rectified_at(count_layers(model, form, run=True), rectified_cuts(model, form))
-    counted = zip(count_layers(model, form, run=True), known, strict=True)
+        return rectified_at(count_layers(model, form, run=True, task=workload.task), rectified_cuts(model, form))
+    counted = zip(count_layers(model, form, run=True, task=workload.task), known, strict=True)
     return tuple(replace(layer, rectified=of.rectified, shares=of.shares) for layer, of in counted)
 
 

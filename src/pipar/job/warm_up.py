@@ -20,7 +20,7 @@ def warm_up(job: Job, workload: Workload) -> None:
 
 
 def _train_pieces(job: Job, workload: Workload) -> None:
-    part = TorchDevicePart(workload.build_model(), workload.optimizer(), has_loss=True)
+    part = TorchDevicePart(workload.build_model(), workload.optimizer(), has_loss=True, task=workload.task)
     for samples in sorted({size for plan in set(job.plans.values()) for size in job.piece_sizes(plan)}):
         part.forward(0, _zeros(workload, samples))
         part.backward(0, None)
@@ -40,7 +40,7 @@ def warm_up_device(job: Job, workload: Workload, name: str) -> None:
 def _train_batch(job: Job, workload: Workload, name: str) -> None:
     plan = job.plans[name]
     device_part, rest = split_model(workload.build_model(), plan.split_point)
-    part = TorchDevicePart(device_part, workload.optimizer(), has_loss=len(rest) == 0)
+    part = TorchDevicePart(device_part, workload.optimizer(), has_loss=len(rest) == 0, task=workload.task)
     sizes = cut_batch(
         min(job.config.run.batch_size, job.sizes[name]), plan.micro_batches, batch_statistics=job.batch_statistics
     )
@@ -67,4 +67,5 @@ def _model_bytes(job: Job) -> int:
 
 def _zeros(workload: Workload, samples: int) -> MicroBatch:
     inputs = workload.form.example(samples, workload.dtype)
-    return MicroBatch(inputs, torch.zeros(samples, dtype=torch.int64), samples)
+    targets = workload.task.example(samples)
+    return MicroBatch(inputs, targets, samples, count=workload.task.count(targets))

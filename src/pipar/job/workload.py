@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from pipar.data.catalog import SYNTHETIC_SAMPLES
 from pipar.data.datasets import Dataset, Images, dataset_images, factory_images, load_dataset
 from pipar.data.partition import device_sizes, partition
 from pipar.data.shard import SamplePrivacy, Shard
-from pipar.errors import DataError, ModelError
+from pipar.errors import ConfigError, DataError, ModelError
 from pipar.events import Observer, Preparing, ignore
 from pipar.job.cut_cache import kept_line
 from pipar.job.own_module import OwnModule
@@ -31,15 +32,17 @@ from pipar.nn.frozen import check_stays_frozen, check_trains, freeze
 from pipar.nn.inputs import InputForm, Inputs, drawn_like, in_dtype
 from pipar.nn.learner import Batches
 from pipar.nn.line import Line, line_of, whole_line
-from pipar.nn.models import build_model, check_fits, check_module, is_sequential
+from pipar.nn.losses import Loss, Targets, named_loss
+from pipar.nn.models import build_model, check_fits, check_module, example_output, is_sequential
 from pipar.nn.named_cuts import named_line, unshared_line, uses_twice
 from pipar.nn.optimizers import OptimizerSettings, ParameterGroup
 from pipar.nn.split import named_layers
 from pipar.nn.start_weights import load_weights
 from pipar.nn.steady import steady_layers
+from pipar.nn.tasks import ONE_LABEL, Task
 from pipar.nn.tensors import TORCH_DTYPES
 from pipar.privacy.mechanisms import noisy
-from pipar.user_function import call_factory
+from pipar.user_function import call_factory, load_factory
 
 _EVALUATION_BATCH = 250
 
@@ -57,7 +60,9 @@ class UserObjects:
     validation: Images | None = None
     test: Images | None = None
     form: InputForm | None = None  # of one sample
+    targets: InputForm | None = None  # of one sample's targets
     classes: int | None = None
+    knows_no_data: bool = False  # as the server of a deployment, where a factory is called on devices only
 
     @classmethod
     def of(cls, config: Config, model: Any, datasets: Any, validation: Any, test: Any) -> UserObjects:
@@ -65,8 +70,8 @@ class UserObjects:
         return cls(
             model=None if model is None else OwnModule(check_module(model)),
             training=None if datasets is None else _by_device(config, datasets),
-            validation=None if validation is None else dataset_images(validation),
-            test=None if test is None else dataset_images(test),
+            validation=None if validation is None else dataset_images(validation, config.task),
+            test=None if test is None else dataset_images(test, config.task),
         )
 
     def only(self, device: str) -> UserObjects:
@@ -81,11 +86,13 @@ def is_list_of_datasets(datasets: Any) -> TypeGuard[Sequence[Any]]:
 
 
 def _is_pair(item: Any) -> bool:
-    # A list of two pairs is as long as a pair, but its second element is not a label.
-    return isinstance(item, list | tuple) and len(item) == 2 and _is_label(item[1])
+    # A list of two pairs is as long as a pair, but its second element is not a target.
+    return isinstance(item, list | tuple) and len(item) == 2 and _is_target(item[1])
 
 
-def _is_label(value: Any) -> bool:
+def _is_target(value: Any) -> bool:
+    if value is None or isinstance(value, float | torch.Tensor | np.ndarray | np.generic):
+        return True
     try:
         operator.index(value)
     except TypeError:
@@ -99,20 +106,25 @@ def _by_device(config: Config, datasets: Any) -> dict[str, Images]:
         if sorted(datasets) != sorted(names):
             given, wanted = ", ".join(sorted(datasets)), ", ".join(sorted(names))
             raise DataError(f"datasets are given for {given}, but the devices are {wanted}: give one for each device.")
-        return {name: dataset_images(datasets[name]) for name in names}
+        return {name: dataset_images(datasets[name], config.task) for name in names}
     if is_list_of_datasets(datasets):
         if len(datasets) != len(names):
             raise DataError(f"{len(datasets)} datasets are given for {len(names)} devices: give one for each device.")
-        return {name: dataset_images(one) for name, one in zip(names, datasets, strict=True)}
-    images = dataset_images(datasets)
+        return {name: dataset_images(one, config.task) for name, one in zip(names, datasets, strict=True)}
+    images = dataset_images(datasets, config.task)
     return {name: images.take(rows) for name, rows in _partition(config, images).items()}
 
 
 def _partition(config: Config, images: Images) -> dict[str, Any]:
     """Return the rows of the images that each device gets."""
     data, sizes = config.data, device_sizes(config, len(images))
+    if data.partition != "iid" and images.target_form != ONE_LABEL:
+        raise DataError(
+            f"data.partition = '{data.partition}' gives devices different shares of classes, but samples have no class "
+            "each: write data.partition = 'iid', or give one dataset for each device."
+        )
     rows = partition(
-        images.labels.numpy(),
+        images.labels.numpy() if data.partition != "iid" else np.zeros(len(images), np.int64),
         list(sizes.values()),
         scheme=data.partition,
         seed=config.run.seed,
@@ -184,7 +196,8 @@ class Workload:
 
     def _shard(self, images: Images, rows: Any, name: str) -> Shard:
         config = self.config
-        return Shard(images, rows, name, config.run.seed, config.data.augment, self.dtype, self._sample_privacy)
+        privacy, task = self._sample_privacy, self._task_for(images)
+        return Shard(images, rows, name, config.run.seed, config.data.augment, self.dtype, privacy, task)
 
     @property
     def _sample_privacy(self) -> SamplePrivacy | None:
@@ -209,7 +222,7 @@ class Workload:
         if self.user_objects.training is not None:
             return self.user_objects.training[device]
         assert self.config.data.factory is not None
-        images = factory_images(self.config.data.factory, device)
+        images = factory_images(self.config.data.factory, device, self.config.task)
         if images is None:
             raise DataError(
                 f"data.factory {self.config.data.factory} returned None for the training data of {device}: return a "
@@ -220,7 +233,7 @@ class Workload:
     def keep_only_shard(self, device: str) -> Shard:
         """Return a copy of one device's samples and release all others, to keep a device's process small."""
         shard = self.shard(device).materialised()
-        _ = self.form, self.classes  # needed later to build the network
+        _ = self.form, self.task  # needed later to build the network
         self.__dict__.pop("_shards", None)
         self.__dict__.pop("_dataset", None)
         self._own_shards.clear()
@@ -228,7 +241,7 @@ class Workload:
 
     def for_processes(self) -> UserObjects:
         """Return the objects with which other processes make the same workload from the same configuration."""
-        return replace(self.user_objects, form=self.form, classes=self.classes)
+        return replace(self.user_objects, form=self.form, targets=self.task.form, classes=self.classes)
 
     def held_out(self, which: str) -> Images | None:
         """Return the "validation" or the "test" set; None if there is none. One given by the user takes precedence."""
@@ -244,7 +257,7 @@ class Workload:
         if given is not None or self.user_objects.training is not None:
             return given
         if self.config.data.factory is not None:
-            return factory_images(self.config.data.factory, which)
+            return factory_images(self.config.data.factory, which, self.config.task)
         images = self._dataset.validation if which == "validation" else self._dataset.test
         return images if len(images) else None
 
@@ -276,12 +289,15 @@ class Workload:
                 f"{whose} has samples of shape {images.form}, but those of {self.names[0]} have {self.form}: give "
                 "all the same shape."
             )
-        highest = int(images.labels.max())
-        if highest >= self.classes:
-            end = self.classes - 1
+        if images.target_form != self.task.form:
             raise DataError(
-                f"{whose} has label {highest}, but the highest label is {end}: set data.classes if there are more."
+                f"{whose} has targets of {images.target_form}, but those of {self.names[0]} have {self.task.form}: "
+                "give all the same shape and dtype."
             )
+        wrong = self.loss.wrong_target(images.labels, self.classes)
+        if wrong is not None:
+            hint = "set data.classes if there are more" if "highest label" in wrong else "check task.loss and the data"
+            raise DataError(f"{whose} has {wrong}: {hint}.")
 
     def sizes(self) -> dict[str, int]:
         """Return the number of samples of each device."""
@@ -315,8 +331,51 @@ class Workload:
             return self._dataset.classes
         if self.config.data.classes is not None:
             return self.config.data.classes
-        sets = [self.shard(name).images for name in self.names]
-        return 1 + max(int(images.labels.max()) for images in sets)
+        forms = [self.shard(name).images.target_form for name in self.names]
+        if forms[0] == ONE_LABEL or (self.config.task.takes_classes and forms[0].tensors[0].dtype is not None):
+            return 1 + max(form.tensors[0].high for form in forms)
+        return math.prod(forms[0].shape)  # outputs of a network
+
+    @cached_property
+    def loss(self) -> Loss:
+        """What is minimised."""
+        return named_loss(self.config.task, load_factory)
+
+    @cached_property
+    def task(self) -> Task:
+        """The loss, with the targets of all devices."""
+        return Task(self.loss, self._target_form, self.classes, self.dtype)
+
+    @property
+    def _target_form(self) -> InputForm:
+        if self.user_objects.targets is not None:
+            return self.user_objects.targets
+        if not self._has_own_sets:
+            return ONE_LABEL
+        if self.user_objects.knows_no_data:
+            return self.expected_targets()
+        forms = [self.shard(name).images.target_form for name in self.names]
+        return reduce(InputForm.joined, (form for form in forms if form == forms[0]))
+
+    def expected_targets(self) -> InputForm:
+        """Return the form of targets where no device's data is known: as the network's output or validation says."""
+        expected = self.loss.form_for(example_output(self.network(), self.form), self.classes)
+        held_out = self.held_out_targets() if expected is None else None
+        if expected is None and held_out is None:
+            raise ConfigError(
+                f"The targets of the loss {self.loss.name} are known only to devices: let data.factory return a "
+                "'validation' set, from which the server knows their form."
+            )
+        return expected or cast(InputForm, held_out)
+
+    def held_out_targets(self) -> InputForm | None:
+        """Return the form of the targets of the validation set; None if there is none."""
+        images = self._find_held_out("validation")
+        return None if images is None else images.target_form
+
+    def _task_for(self, images: Images) -> Task:
+        """Return the task of one device, which is of no use for other devices' targets."""
+        return Task(self.loss, images.target_form, 0, self.dtype)
 
     def build_model(self) -> nn.Sequential:
         """Return the network with its first weights, which depend only on the seed; it can be cut after each layer."""
@@ -352,7 +411,7 @@ class Workload:
         is_sequence = names is None and is_sequential(model)
         if is_sequence and not (splits and uses_twice(cast(nn.Sequential, model))):
             return cast(nn.Sequential, model)
-        check_fits(model, self.form, self.classes)  # before torch.export says something else about it
+        check_fits(model, self.form, self.task)  # before torch.export says something else about it
         example = self.form.example(2, self.dtype)
         if not splits or names == ():
             self._line = whole_line(model, example)
@@ -392,7 +451,7 @@ class Workload:
         """
         model = self.initial_model() if initial else self.build_model()
         if self._line is None:  # else it was checked before it was cut
-            check_fits(model, self.form, self.classes)
+            check_fits(model, self.form, self.task)
         check_stays_frozen(model, in_dtype(drawn_like(self.form.example(2, self.dtype), 2, seed=0), self.dtype))
         return model
 
@@ -426,13 +485,13 @@ class _Batch:
     pixel_scale: float
     chance: Callable[[], np.random.Generator]
 
-    def __call__(self) -> tuple[Inputs, torch.Tensor]:
+    def __call__(self) -> tuple[Inputs, Targets]:
         rows = slice(self.start, self.start + self.size)
         inputs: Inputs = self.images.normalised(self.images.rows(rows), self.dtype)
         if self.pixel_scale:
             assert isinstance(inputs, torch.Tensor)
             inputs = torch.from_numpy(noisy(inputs.numpy(), self.pixel_scale, self.chance()))
-        return inputs, self.images.labels[rows]
+        return inputs, self.images.targets(rows, self.dtype)
 
 
 def _image_shape(form: InputForm) -> tuple[int, int, int]:

@@ -123,6 +123,7 @@ class _ServerBuilder:
             real_links=isinstance(setup.enrolment, OpenEnrolment),
             keep_spans=self._kept,
             timeouts=self._chosen_timeouts(),
+            targets=job.target_size,
         )
         return Server(self._training(), setup.learner, setup.enrolment, lanes, services, sessions)
 

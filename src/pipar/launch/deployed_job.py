@@ -11,9 +11,9 @@ from pipar.config import Config, device_specs
 from pipar.data.catalog import dataset_info
 from pipar.data.datasets import Images
 from pipar.errors import ConfigError, DataError
-from pipar.events import Observer
+from pipar.events import Observer, Scores
 from pipar.job.job import Job
-from pipar.job.model_setup import measure_test_accuracy
+from pipar.job.model_setup import scores_on_test_set
 from pipar.job.plans import check_common
 from pipar.job.prepare import check_given_plans, sample_bytes
 from pipar.job.profiles import measured_profile
@@ -41,7 +41,8 @@ def server_workload(config: Config) -> Workload:
             f"data.factory = {config.data.factory!r} is called on devices only, so the server cannot see the samples: "
             "also give data.shape and data.classes."
         )
-    return Workload(config, UserObjects(form=InputForm.given(shape), classes=classes))
+    knows_no_data = config.data.factory is not None
+    return Workload(config, UserObjects(form=InputForm.given(shape), classes=classes, knows_no_data=knows_no_data))
 
 
 def job_without_devices(workload: Workload, observe: Observer) -> Job:
@@ -67,6 +68,7 @@ def job_without_devices(workload: Workload, observe: Observer) -> Job:
         leaky_cuts={} if limit is None else limit.leaky_cuts(list(named_layers(model))),
         leakage_guess=None if limit is None else limit.table.guess,
         sample_bytes=sample_bytes(workload.input_shape, config.model.dtype),
+        target_size=workload.task.size,
         most_samples=most_samples(config),
         steady_layers=workload.steady_layers(model),
     )
@@ -97,8 +99,9 @@ def _workload_to_measure(workload: Workload) -> Workload:
         with contextlib.suppress(DataError):
             workload.shard(name)
             return workload
-    blank = Images(workload.form.example(1, torch.float32), torch.zeros(1, dtype=torch.int64))
-    return Workload(workload.config, replace(workload.user_objects, training={name: blank}))
+    blank = Images(workload.form.example(1, torch.float32), workload.task.example(1))
+    own = replace(workload.user_objects, training={name: blank}, targets=workload.task.form)
+    return Workload(workload.config, own)
 
 
 def validation_batches(workload: Workload) -> Batches:
@@ -118,9 +121,9 @@ def check_validation_set(workload: Workload) -> None:
         )
 
 
-def accuracy_on_test_set(learner: TorchLearner, workload: Workload) -> float | None:
-    """Return the accuracy of the global model on the test set; None if the server does not have it."""
+def known_test_scores(learner: TorchLearner, workload: Workload) -> Scores:
+    """Return the scores of the global model on the test set; none if the server does not have it."""
     try:
-        return measure_test_accuracy(learner, workload)
+        return scores_on_test_set(learner, workload)
     except DataError:
-        return None
+        return Scores()

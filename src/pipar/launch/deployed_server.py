@@ -34,9 +34,9 @@ from pipar.job.plans import make_plans
 from pipar.job.workload import Workload
 from pipar.launch.assemble import ServerSetup, assemble_server
 from pipar.launch.deployed_job import (
-    accuracy_on_test_set,
     check_validation_set,
     job_without_devices,
+    known_test_scores,
     server_workload,
     validation_batches,
 )
@@ -190,8 +190,8 @@ class _Run:
         if not is_over:
             return result
         with signals_deferred():
-            accuracy = accuracy_on_test_set(learner, self.workload)
-        last = without_signals(partial(folder.add_test_accuracy, accuracy))
+            scores = known_test_scores(learner, self.workload)
+        last = without_signals(partial(folder.add_test_scores, scores))
         return save_result(folder, last, observe, patience_s=patience_s)
 
 

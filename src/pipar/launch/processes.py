@@ -13,7 +13,7 @@ from pipar.events import Listening, Observer
 from pipar.execution.lanes import ThreadLanes
 from pipar.execution.spans import SERVER
 from pipar.job.job import Job
-from pipar.job.model_setup import make_learner, measure_test_accuracy, part_builder, seed_dropout
+from pipar.job.model_setup import make_learner, part_builder, scores_on_test_set, seed_dropout
 from pipar.job.plans import make_plans
 from pipar.job.warm_up import warm_up, warm_up_device
 from pipar.job.workload import UserObjects, Workload
@@ -117,8 +117,8 @@ def _server_process(sender: EventSender, job: Job, own: UserObjects, task: _Serv
     finally:  # the epochs so far and the last global model are kept, even if it is interrupted
         save_result(run, final_files(run, learner, sender.observe), sender.observe)
     if not termination.requested():
-        accuracy = measure_test_accuracy(learner, workload, termination.requested)
-        save_result(run, partial(run.add_test_accuracy, accuracy), sender.observe)
+        scores = scores_on_test_set(learner, workload, termination.requested)
+        save_result(run, partial(run.add_test_scores, scores), sender.observe)
 
 
 async def _serve(job: Job, setup: ServerSetup, tokens: Tokens) -> None:

@@ -203,7 +203,7 @@ class _Replay:
     def _make_server(self, emit: Callable[[EpochResult, list[Span]], None]) -> Server:
         job = self._job
         plans = {} if self._change.plan is not None else self._plans
-        learner = ReplayedLearner(job.server_profile, job.split_points, self._share_down)
+        learner = ReplayedLearner(job.server_profile, job.split_points, self._share_down, targets=job.target_size)
         learner.changes_bytes = partial(self._changes_bytes, "down")
         return assemble_server(
             job,
@@ -261,7 +261,7 @@ class _Replay:
 
     async def _run_device(self, name: str, near: MemoryTransport) -> None:
         job = self._job
-        samples = SizesOnlySamples(job.sizes[name], job.noised_bytes)
+        samples = SizesOnlySamples(job.sizes[name], job.noised_bytes, job.target_size)
         equipment = Equipment(samples, self._part_builder(name), self._device_lanes(name), guard=job.guard())
         link = job.links[name]
         rates = self._rates(name, 0)
@@ -275,7 +275,7 @@ class _Replay:
             return self._times.share(name, place[0], "up")
 
         def build(orders: Orders) -> DevicePart:
-            part = ReplayedPart(profile, orders.plan.split_point, share, share_at)
+            part = ReplayedPart(profile, orders.plan.split_point, share, share_at, self._job.target_size)
             part.changes_bytes = partial(self._changes_bytes, "up", name)
             return part
 

@@ -215,7 +215,7 @@ def _run_with_torch(config: Config, own: UserObjects, world: World, options: Run
 
 
 def _run_virtual(job: Job, workload: Workload, options: RunOptions) -> Result:
-    from pipar.job.model_setup import make_learner, measure_test_accuracy  # imports torch
+    from pipar.job.model_setup import make_learner, scores_on_test_set  # imports torch
     from pipar.launch.virtual import train_virtually
 
     learner = make_learner(job, workload)
@@ -227,8 +227,8 @@ def _run_virtual(job: Job, workload: Workload, options: RunOptions) -> Result:
                 train_virtually(job, workload, emit, watch, learner, accountant=folder.accountant, best=folder.best)
         finally:  # the epochs so far and the last global model are kept, even if it is interrupted
             save_result(folder, without_signals(final_files(folder, learner, options.observe)), options.observe)
-        accuracy = measure_test_accuracy(learner, workload)
-        last = without_signals(partial(folder.add_test_accuracy, accuracy))
+        scores = scores_on_test_set(learner, workload)
+        last = without_signals(partial(folder.add_test_scores, scores))
         return Result(path, save_result(folder, last, options.observe), workload.network)
 
 

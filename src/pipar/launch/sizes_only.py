@@ -12,7 +12,7 @@ from pipar.profiling.profile import Profile
 from pipar.wire.messages import (
     EMPTY,
     ITEM_BYTES,
-    LABEL_BYTES,
+    LABELS,
     NUMBER_BYTES,
     SEVERAL,
     Body,
@@ -20,6 +20,7 @@ from pipar.wire.messages import (
     Message,
     Payload,
     Reference,
+    TargetSize,
     TensorPart,
 )
 
@@ -68,8 +69,9 @@ class _Cut:
 class SizesOnlySamples:
     """A device's data, of which only the number of samples is known."""
 
-    def __init__(self, count: int, noised_bytes: int = 0) -> None:
+    def __init__(self, count: int, noised_bytes: int = 0, targets: TargetSize = LABELS) -> None:
         self._count = count
+        self._counted_bytes = targets.message_bytes
         self.noised_bytes = noised_bytes
 
     def __len__(self) -> int:
@@ -82,7 +84,8 @@ class SizesOnlySamples:
         return [SizesOnlyPiece(size, len(positions)) for size in sizes]
 
     def references(self, kept: int, positions: Sequence[int], sizes: list[int]) -> list[Reference]:  # noqa: ARG002
-        return [Reference(size, len(positions), Body(size * NUMBER_BYTES, encoding="kept")) for size in sizes]
+        every = [(size, size * NUMBER_BYTES + self._counted_bytes) for size in sizes]
+        return [Reference(size, len(positions), Body(size_bytes, encoding="kept")) for size, size_bytes in every]
 
     @property
     def varies(self) -> bool:
@@ -103,8 +106,10 @@ class SizesOnlyDevicePart:
         split_point: int,
         changes_share: float = 1.0,
         share_at: Callable[[Place], float | None] = lambda _: None,
+        targets: TargetSize = LABELS,
     ) -> None:
         self._cut = _Cut(profile, split_point, "up")
+        self._targets = targets
         self._share_at = share_at
         changing = profile.changing_bytes(1, split_point)
         self.frozen_bytes = profile.parameter_bytes(1, split_point) - changing
@@ -137,7 +142,7 @@ class SizesOnlyDevicePart:
         return self._cut.chunk_bytes(activation.samples, encoding)
 
     def encode(self, activation: SizesOnlyPiece, piece: SizesOnlyPiece, encoding: str, place: Place) -> Body:
-        return self._cut.body(activation.samples, encoding, piece.samples * LABEL_BYTES, self._share_at(place))
+        return self._cut.body(activation.samples, encoding, self._targets.of(piece.samples), self._share_at(place))
 
     def decode(self, message: Message, encoding: str) -> None:  # noqa: ARG002
         return None
@@ -241,12 +246,13 @@ class SizesOnlyLearner:
         split_points: Mapping[str, int],
         share_at: Callable[[Place], float | None] = lambda _: None,
         cache_bytes: int = 0,
+        targets: TargetSize = LABELS,
     ) -> None:
         self._profile = profile
         self._share_at = share_at
         self._split_points = dict(split_points)
-        cut, at_cut = self._split_points.__getitem__, lambda device: profile.output_bytes(self._split_points[device])
-        self.kept = SizesOnlyActivations(cache_bytes, at_cut, cut)
+        cut, of_target = self._split_points.__getitem__, targets.sample_bytes
+        self.kept = SizesOnlyActivations(cache_bytes, lambda device: profile.output_bytes(cut(device)) + of_target, cut)
         self._parts: dict[int, SizesOnlyServerPart] = {}
 
     def replica(self, device: str) -> SizesOnlyServerPart:
@@ -299,5 +305,5 @@ class SizesOnlyLearner:
     def packed_state(self) -> Body:
         return Body(self.model_bytes(), encoding="safetensors")
 
-    def evaluator(self) -> Callable[[Any], tuple[float, int]]:
+    def evaluator(self) -> Any:
         raise AssertionError("a sizes-only model has nothing to evaluate")

@@ -83,7 +83,12 @@ def train_timing_only(
     """Run the same programs with sizes and costs only, without torch; `replan` or `search` makes new plans."""
     server_lanes = _lanes(job.server_costs())
     setup = ServerSetup(
-        learner=SizesOnlyLearner(job.server_profile, job.split_points, cache_bytes=job.config.server.activation_cache),
+        learner=SizesOnlyLearner(
+            job.server_profile,
+            job.split_points,
+            cache_bytes=job.config.server.activation_cache,
+            targets=job.target_size,
+        ),
         validation=(),
         enrolment=ClosedEnrolment(job),
         pool=server_lanes,
@@ -96,11 +101,11 @@ def train_timing_only(
     )
 
     def samples(device: str) -> Samples:
-        return SizesOnlySamples(job.sizes[device], job.noised_bytes)
+        return SizesOnlySamples(job.sizes[device], job.noised_bytes, job.target_size)
 
     def part_builder(device: str) -> Callable[[Orders], DevicePart]:
         profile, share = job.device_profiles[device], job.server_profile.changes_share
-        return lambda orders: SizesOnlyDevicePart(profile, orders.plan.split_point, share)
+        return lambda orders: SizesOnlyDevicePart(profile, orders.plan.split_point, share, targets=job.target_size)
 
     run_virtually(_train(job, setup, samples, part_builder))
 

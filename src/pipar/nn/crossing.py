@@ -65,15 +65,15 @@ def chunk_bytes(parts: Sequence[TensorPart]) -> list[int]:
 
 
 def activation_body(
-    tensors: Sequence[Tensor], labels: Tensor, encoding: str, errors: EncodingErrors, place: Place
+    tensors: Sequence[Tensor], targets: Sequence[memoryview], encoding: str, errors: EncodingErrors, place: Place
 ) -> Body:
-    """Return a body with several tensors and, after them, their labels as int32; its first chunk is encoded."""
+    """Return a body with several tensors and, after them, their targets; its first chunk is encoded."""
     encoders = []
     for number, tensor in enumerate(tensors):
         part = part_of(tensor)
         part = replace(part, encoding=part.encoding_for(encoding))
         encoders.append(_Encoder.of(tensor, part, None, errors.of(tensor, part.encoding, place, number)))
-    return _body(encoders, [labels.to(torch.int32).numpy().data.cast("B")])
+    return _body(encoders, targets)
 
 
 def read_activations(message: Message, encoding: str) -> Received:
@@ -154,7 +154,7 @@ class _Encoder:
         return encode(values, self.part.encoding, kept=kept, row=row_values(self.part.shape), lossy=self.lossy)
 
 
-def _body(encoders: Sequence[_Encoder], trailing: list[memoryview]) -> Body:
+def _body(encoders: Sequence[_Encoder], trailing: Sequence[memoryview]) -> Body:
     places = [
         (encoder, bounds) for encoder in encoders for bounds in pairwise([0, *accumulate(encoder.part.chunk_sizes)])
     ]
@@ -165,7 +165,7 @@ def _body(encoders: Sequence[_Encoder], trailing: list[memoryview]) -> Body:
     return Body(size, encoding=SEVERAL, chunks=chunks, parts=parts)
 
 
-def _payload(places: list[tuple[_Encoder, tuple[int, int]]], trailing: list[memoryview], number: int) -> Payload:
+def _payload(places: list[tuple[_Encoder, tuple[int, int]]], trailing: Sequence[memoryview], number: int) -> Payload:
     encoder, bounds = places[number]
     return Payload.of(*encoder.chunk(*bounds), *(trailing if number == len(places) - 1 else []))
 

@@ -161,11 +161,11 @@ class InputForm:
 
     def example(self, count: int, dtype: torch.dtype, device: torch.device | None = None) -> Inputs:
         """Return a batch of samples of this form, always the same one."""
-        return self._structured([form.example(count, dtype, device) for form in self.tensors])
+        return self.structured([form.example(count, dtype, device) for form in self.tensors])
 
     def random(self, count: int, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
         """Return a batch of random samples of this form."""
-        return self._structured([form.random(count, dtype, generator) for form in self.tensors])
+        return self.structured([form.random(count, dtype, generator) for form in self.tensors])
 
     def joined(self, other: InputForm) -> InputForm:
         """Return the same form with the range of both."""
@@ -175,7 +175,8 @@ class InputForm:
         ]
         return InputForm(tuple(ranges), self.names, self.is_tuple)
 
-    def _structured(self, tensors: Sequence[Tensor]) -> Inputs:
+    def structured(self, tensors: Sequence[Tensor]) -> Inputs:
+        """Return these tensors as the network is called with them."""
         if self.names is not None:
             return dict(zip(self.names, tensors, strict=True))
         return tuple(tensors) if self.is_tuple else tensors[0]

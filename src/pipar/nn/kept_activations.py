@@ -20,12 +20,12 @@ from torch import Tensor
 
 from pipar.errors import ProtocolError
 from pipar.nn.crossing import Received
-from pipar.nn.parts import tensors_at
+from pipar.nn.inputs import mapped, rebuilt, tensors_of
+from pipar.nn.losses import Targets
+from pipar.nn.parts import Decoded, tensors_at
+from pipar.nn.tasks import Task
 from pipar.units import format_bytes
 from pipar.wire.messages import Message, TensorPart, read_numbers
-
-#: Activations, their labels, and the number of samples in the whole batch.
-Decoded = tuple[Any, Tensor, int]
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Kept:
     samples: int  # that it has
     parts: tuple[TensorPart, ...] | None = None  # how the device described several tensors
     rows: list[Tensor] = field(default_factory=list)  # one for each tensor that crosses the cut
-    labels: Tensor | None = None
+    targets: Targets | None = None
     count: int = 0
     refusal: str | None = None  # why there is no room
 
@@ -53,8 +53,9 @@ class KeptActivations:
     `version` returns what a device's part is at this time: activations of another version are never used.
     """
 
-    def __init__(self, limit_bytes: int, version: Callable[[str], str]) -> None:
+    def __init__(self, limit_bytes: int, version: Callable[[str], str], task: Task) -> None:
         self.limit_bytes = limit_bytes
+        self._task = task
         self._version = version
         self._devices: dict[str, _Kept] = {}
 
@@ -74,25 +75,28 @@ class KeptActivations:
 
     def add(self, device: str, decoded: Decoded) -> Decoded:
         """Keep a micro-batch if there is room, and return it."""
-        kept, (activation, labels, _) = self._devices.get(device), decoded
+        kept, (activation, targets, _, _) = self._devices.get(device), decoded
         if kept is None or kept.refusal is not None:
             return decoded
-        if kept.labels is None:
-            self._make_room(kept, activation)
-        end = kept.count + len(labels)
-        if kept.labels is not None and end <= kept.samples:
+        if kept.targets is None:
+            self._make_room(kept, activation, targets)
+        added = tensors_of(targets)
+        end = kept.count + len(added[0])
+        if kept.targets is not None and end <= kept.samples:
             for rows, tensor in zip(kept.rows, tensors_at(activation), strict=True):
                 rows[kept.count : end] = tensor.detach()
-            kept.labels[kept.count : end] = labels
+            for known, tensor in zip(tensors_of(kept.targets), added, strict=True):
+                known[kept.count : end] = tensor
             kept.count = end
         return decoded
 
-    def _make_room(self, kept: _Kept, activation: Any) -> None:
+    def _make_room(self, kept: _Kept, activation: Any, targets: Targets) -> None:
         tensors = tensors_at(activation)
         sizes = [kept.samples * tensor[0].numel() * tensor.element_size() for tensor in tensors]
         # A device may claim any number of samples: nothing is allocated above the limit.
-        if not 0 < sum(sizes) <= self.limit_bytes:
-            kept.refusal = f"they take {format_bytes(sum(sizes))}, and {format_bytes(self.limit_bytes)} are allowed"
+        needed = sum(sizes) + kept.samples * self._task.size.sample_bytes
+        if not 0 < needed <= self.limit_bytes:
+            kept.refusal = f"they take {format_bytes(needed)}, and {format_bytes(self.limit_bytes)} are allowed"
             return
         buffer = _buffer(sum(sizes))
         if buffer is None:
@@ -103,19 +107,22 @@ class KeptActivations:
             flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=size // tensor.element_size(), offset=at)
             kept.rows.append(flat.reshape(kept.samples, *tensor.shape[1:]))
             at += size
-        kept.labels = torch.empty(kept.samples, dtype=torch.int64)
+        kept.targets = mapped(targets, lambda one: one.new_empty((kept.samples, *one.shape[1:])))
 
     def recall(self, device: str, message: Message) -> Decoded:
         """Return the micro-batch that a message refers to; raise ProtocolError if it refers to anything else."""
         kept = self._devices.get(device)
-        if kept is None or not kept.is_complete or kept.labels is None:
+        if kept is None or not kept.is_complete or kept.targets is None:
             raise ProtocolError(f"{message} refers to activations that the server does not have.")
-        numbers = torch.from_numpy(np.frombuffer(read_numbers(message), dtype="<u4").astype(np.int64))
+        listed, counted = read_numbers(message, self._task.size.message_bytes)
+        numbers = torch.from_numpy(np.frombuffer(listed, dtype="<u4").astype(np.int64))
         if int(numbers.max()) >= kept.samples:
             raise ProtocolError(f"{message} refers to activation {int(numbers.max())} of {kept.samples}.")
         rows = tuple(tensor.index_select(0, numbers) for tensor in kept.rows)
         activation = rows[0] if kept.parts is None else Received(rows, kept.parts)
-        return activation, kept.labels.index_select(0, numbers), message.batch_samples
+        targets = rebuilt(kept.targets, (one.index_select(0, numbers) for one in tensors_of(kept.targets)))
+        count = self._task.read_count(message, counted, targets)
+        return Decoded(activation, targets, message.batch_samples, count)
 
     def refusal(self, device: str) -> str | None:
         """Return why what a device has sent is not kept; None if it is, or has not arrived yet."""

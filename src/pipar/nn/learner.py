@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from pipar import random_streams
 from pipar.errors import (
@@ -22,8 +21,8 @@ from pipar.errors import (
     is_lack_of_memory,
 )
 from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
+from pipar.nn.evaluation import Evaluator, Load
 from pipar.nn.frozen import changing_state, frozen_layers, frozen_names
-from pipar.nn.inputs import Inputs, call
 from pipar.nn.kept_activations import KeptActivations
 from pipar.nn.optimizers import OptimizerSettings
 from pipar.nn.parts import TorchServerPart
@@ -31,12 +30,13 @@ from pipar.nn.runtime import release_model_memory
 from pipar.nn.shared_part import SharedServerPart
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import join_states, part_of_state, split_model, whole_module
+from pipar.nn.tasks import Task
 from pipar.nn.tensors import changes_body, check_finite, check_range, read_state, state_body, weights_sha256
 from pipar.wire.messages import Body
 from pipar.wire.orders import TrainedPart
 
 #: A held-out set: for each batch its number of samples and a function that loads it.
-Batches = Sequence[tuple[int, Callable[[], tuple[Inputs, torch.Tensor]]]]
+Batches = Sequence[tuple[int, Load]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LearnerSettings:
     """How the server-side models of one training are trained."""
 
     optimizer: OptimizerSettings
-    classes: int
+    task: Task
     shares_server_model: bool = False
     keep_state: bool = False  # of optimisers, over aggregations
     proximal: float = 0.0  # mu of FedProx
@@ -70,7 +70,7 @@ class TorchLearner:
     ) -> None:
         assert settings.frozen_layers <= frozen_layers(model)
         self.model = model
-        self.kept = KeptActivations(settings.cache_bytes, self._part_version)
+        self.kept = KeptActivations(settings.cache_bytes, self._part_version, settings.task)
         self.aggregator = aggregator or FedAvg()
         self._split_points = dict(split_points)
         self._settings = settings
@@ -89,7 +89,7 @@ class TorchLearner:
             replica = (SharedServerPart if self._shared else TorchServerPart)(
                 _copy_of(module),
                 self._settings.optimizer,
-                classes=self._settings.classes,
+                task=self._settings.task,
                 proximal=self._settings.proximal,
                 rounding=partial(random_streams.generator, self._settings.seed, "rounding", key, "down"),
                 returns_gradients=self._split_points[device] > self._settings.frozen_layers,
@@ -244,12 +244,12 @@ class TorchLearner:
         self.model.load_state_dict(state, strict=False)
         self._packed.clear()
 
-    def evaluator(self) -> Callable[[Callable[[], tuple[Inputs, torch.Tensor]]], tuple[float, int]]:
-        """Return a function that computes the summed loss and the correct answers of a batch, for the current model."""
+    def evaluator(self) -> Evaluator:
+        """Return what evaluates the current model; it keeps that model while training changes the global one."""
         # Weights are shared; buffers are copied, because a forward may write to them.
         weights = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in self.model.parameters()}
         model = copy.deepcopy(whole_module(self.model), weights).eval()
-        return lambda load: evaluate_batch(model, *load())
+        return Evaluator(model, self._settings.task)
 
     def part_bytes(self, device: str, *, frozen: bool = True) -> int:
         """Return the size of the device's part, with or without its frozen parameters."""
@@ -371,11 +371,3 @@ class _ReturnedModels:
             if is_lack_of_memory(error):
                 raise  # of this machine: no device is to blame
             raise UnusableModelError(back.device, f"{back.device} returned no valid model: {describe(error)}") from None
-
-
-@torch.no_grad()
-def evaluate_batch(model: nn.Module, inputs: Inputs, labels: torch.Tensor) -> tuple[float, int]:
-    """Return the loss summed over the samples, and the number of correct predictions."""
-    output = call(model, inputs)
-    loss = F.cross_entropy(output, labels, reduction="sum")
-    return loss.item(), int((output.argmax(dim=1) == labels).sum())

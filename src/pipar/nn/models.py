@@ -17,9 +17,11 @@ from pipar.errors import ModelError
 from pipar.nn.blocks import NORMS
 from pipar.nn.inputs import InputForm, call
 from pipar.nn.line import Line
+from pipar.nn.losses import checked_total
 from pipar.nn.mobilenet import mobilenetv3_large, mobilenetv3_small
 from pipar.nn.own_backward import hooked_parameter
 from pipar.nn.resnet import resnet18, resnet101
+from pipar.nn.tasks import Task
 from pipar.nn.vgg import vgg5, vgg16
 
 InputShape = tuple[int, int, int]
@@ -112,23 +114,31 @@ def is_sequential(model: nn.Module) -> bool:
     return type(model).forward is nn.Sequential.forward and type(model).train is nn.Sequential.train
 
 
-def check_fits(model: nn.Module, inputs: Sequence[int] | InputForm, classes: int) -> None:
-    """Raise unless the model maps a batch of inputs of this form to (batch, classes); the model is not changed."""
+def check_fits(model: nn.Module, inputs: Sequence[int] | InputForm, task: Task) -> None:
+    """Raise unless the task's loss takes what the model returns for inputs of this form; the model is not changed.
+
+    With one of several classes for each sample, that is (batch, classes).
+    """
     given = InputForm.given(inputs)
+    output = example_output(model, given)
+    wrong = task.loss.wrong_output(output, task.form, task.classes)
+    if wrong is not None:
+        maps = f"maps a batch of 2 inputs of {given} to" if isinstance(output, Tensor) else "returns"
+        raise ModelError(f"the model {maps} {wrong}.")
+    if isinstance(output, Tensor) and output.device.type == "meta":
+        return
+    checked_total(task.loss, output, task.example(2))
+
+
+def example_output(model: nn.Module, given: InputForm) -> object:
+    """Return what a model returns for two inputs of this form; raise ModelError if it does not take them."""
     if given.names is not None:
         _check_names(model, given.names)
     try:
-        output: object = _run_on_example(model, given)
+        return _run_on_example(model, given)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(f"the model does not take inputs of {given}: {reason}.") from error
-    if not isinstance(output, Tensor):
-        raise ModelError(f"the model returns a {type(output).__name__}, but it must return one tensor of logits.")
-    if tuple(output.shape) != (2, classes):
-        raise ModelError(
-            f"the model maps a batch of 2 inputs of {given} to {tuple(output.shape)}, but {classes} classes need "
-            f"(2, {classes}): change its last layer."
-        )
 
 
 def uses_batch_statistics(model: nn.Module) -> bool:

@@ -1,19 +1,19 @@
 """The layers on each side of the cut: forward and backward of a micro-batch, and the optimiser step after a batch.
 
-For a batch of m samples, the loss of a micro-batch is the sum of its samples' losses divided by m. Gradients accumulate
-over the N micro-batches, so at the step they equal g(M) of the mean loss over the whole batch, as in plain training,
-wherever the network and the batch are cut. We differ from the paper here: it scales both the loss and the step by 1/N.
+For a batch of m samples, the loss of a micro-batch is the sum of its samples' losses divided by m; a task may count
+something other than samples. Gradients accumulate over the N micro-batches, so at the step they equal g(M) of the mean
+loss over the whole batch, as in plain training, wherever the network and the batch are cut. We differ from the paper
+here: it scales both the loss and the step by 1/N.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from pipar.errors import ProtocolError
 from pipar.execution.schedule import StepCount
@@ -22,9 +22,11 @@ from pipar.nn import crossing
 from pipar.nn.crossing import Received, read_activations
 from pipar.nn.frozen import changing_state, frozen_bytes, frozen_names
 from pipar.nn.inputs import Inputs, call, mapped, rebuilt, split_rows, tensors_of
+from pipar.nn.losses import Targets
 from pipar.nn.optimizers import FIRST_STEP, OptimizerSettings, divided_state, moved_state, saved_state
 from pipar.nn.rectified import is_rectified
 from pipar.nn.runtime import release_model_memory
+from pipar.nn.tasks import COUNT_ROUNDING, Task, classification
 from pipar.nn.tensors import (
     EncodingErrors,
     Generators,
@@ -32,7 +34,6 @@ from pipar.nn.tensors import (
     changes_body,
     check_range,
     not_zero,
-    read_labels,
     read_state,
     read_tensor,
     state_body,
@@ -61,31 +62,50 @@ Activation = torch.Tensor | Received
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Inputs and labels of one micro-batch, and the number of samples in its whole batch."""
+    """Inputs and targets of one micro-batch, the number of samples in its whole batch, and what that counts."""
 
     inputs: Inputs
-    labels: torch.Tensor
+    targets: Targets
     batch_samples: int
-    sent_labels: torch.Tensor | None = None  # the labels that the server gets, if they differ
+    sent_targets: Targets | None = None  # the targets that the server gets, if they differ
+    count: float | None = None  # of the whole batch; None: its samples
 
     @property
     def samples(self) -> int:
-        return len(self.labels)
+        return len(tensors_of(self.targets)[0])
+
+    @property
+    def batch_count(self) -> float:
+        return self.batch_samples if self.count is None else self.count
 
 
 def cut_micro_batches(
-    inputs: Inputs, labels: torch.Tensor, sizes: list[int], sent_labels: torch.Tensor | None = None
+    inputs: Inputs,
+    targets: Targets,
+    sizes: list[int],
+    sent_targets: Targets | None = None,
+    *,
+    count: float | None = None,
 ) -> list[MicroBatch]:
     """Return the micro-batches of a batch, in order, as views."""
-    total = len(labels)
-    cut = (split_rows(inputs, sizes), torch.split(labels, sizes))
-    others = [None] * len(sizes) if sent_labels is None else torch.split(sent_labels, sizes)
-    return [MicroBatch(x, y, total, other) for x, y, other in zip(*cut, others, strict=True)]
+    total = sum(sizes)
+    cut = (split_rows(inputs, sizes), split_rows(targets, sizes))
+    others = [None] * len(sizes) if sent_targets is None else split_rows(sent_targets, sizes)
+    return [MicroBatch(x, y, total, other, count) for x, y, other in zip(*cut, others, strict=True)]
 
 
-def reference(numbers: bytes, batch_samples: int) -> Reference:
+def reference(numbers: bytes, batch_samples: int, count: bytes = b"") -> Reference:
     """Return a micro-batch by the 32-bit numbers of its samples' activations, which the server has kept."""
-    return Reference(len(numbers) // NUMBER_BYTES, batch_samples, numbers_body(numbers))
+    return Reference(len(numbers) // NUMBER_BYTES, batch_samples, numbers_body(numbers, count))
+
+
+class Decoded(NamedTuple):
+    """A micro-batch at the server."""
+
+    activation: Activation
+    targets: Targets
+    batch_samples: int
+    batch_count: float  # what the whole batch counts
 
 
 def tensors_at(activation: Activation) -> tuple[torch.Tensor, ...]:
@@ -205,6 +225,10 @@ class Part:
             self._steps.load(state)
 
 
+#: The task of a part for which no other is given.
+_LABELS = classification(0)
+
+
 class TorchDevicePart(Part):
     """M^c_k: layers 1..P on the device; for P = Q also the loss."""
 
@@ -218,8 +242,10 @@ class TorchDevicePart(Part):
         rounding: Generators | None = None,
         keeps_base: bool = False,
         each_alone: bool = False,
+        task: Task = _LABELS,
     ) -> None:
         super().__init__(module, optimizer, proximal=proximal, rounding=rounding)
+        self._task = task
         self._keeps_base = keeps_base
         self._each_alone = each_alone  # compute each sample by itself
         self._base: dict[str, torch.Tensor] | None = (
@@ -235,7 +261,7 @@ class TorchDevicePart(Part):
         """Return the activations a_n at the cut; for P = Q the loss, which stays on the device."""
         output = self._one_by_one(piece) if self._each_alone else call(self.module, piece.inputs)
         if self._has_loss:
-            output = F.cross_entropy(output, piece.labels, reduction="sum") / piece.batch_samples
+            output = self._task.share(output, piece.targets, piece.batch_count)
             self.last_loss = output.item()
             self.loss_sum += self.last_loss * piece.batch_samples
         activation: Crossing = output
@@ -283,11 +309,12 @@ class TorchDevicePart(Part):
         return chunk_bytes(tuple(activation.shape), activation.element_size(), encoding)
 
     def encode(self, activation: Crossing, piece: MicroBatch, encoding: str, place: Place = ()) -> Body:
-        labels = piece.labels if piece.sent_labels is None else piece.sent_labels
+        sent = piece.targets if piece.sent_targets is None else piece.sent_targets
+        targets = self._task.buffers(sent, piece.batch_count)
         if isinstance(activation, tuple):
-            return crossing.activation_body(activation, labels, encoding, self._encoding_errors, place)
+            return crossing.activation_body(activation, targets, encoding, self._encoding_errors, place)
         lossy = self._encoding_errors.of(activation, encoding, place)
-        return tensor_body(activation, labels, encoding=encoding, lossy=lossy)
+        return tensor_body(activation, targets, encoding=encoding, lossy=lossy)
 
     def decode(self, message: Message, encoding: str) -> torch.Tensor | list[torch.Tensor]:
         """Return g(a_n); a sparse encoding has values only where a_n is not zero, as a ReLU passes no others on."""
@@ -374,6 +401,23 @@ class TorchDevicePart(Part):
         return frozen_bytes(self.module)
 
 
+@dataclass
+class _BatchCount:
+    """What the pieces of one batch have counted so far: a device must not give its batch more weight than it has."""
+
+    so_far: float = 0.0
+    announced: float | None = None
+
+    def add(self, own: float, announced: float) -> None:
+        """Add a piece; raise ProtocolError if the pieces of its batch do not agree, or count more than the batch."""
+        self.so_far += own
+        if self.announced not in (None, announced) or self.so_far > announced * (1 + COUNT_ROUNDING):
+            raise ProtocolError(
+                f"The micro-batches of a batch count {self.so_far:g} so far, but one says that all count {announced:g}."
+            )
+        self.announced = announced
+
+
 class TorchServerPart(Part):
     """M^s_k: layers P+1..Q on the server, with the loss."""
 
@@ -382,13 +426,14 @@ class TorchServerPart(Part):
         module: nn.Sequential,
         optimizer: OptimizerSettings,
         *,
-        classes: int,
+        task: Task,
         proximal: float = 0.0,
         rounding: Generators | None = None,
         returns_gradients: bool = True,
     ) -> None:
         super().__init__(module, optimizer, proximal=proximal, rounding=rounding)
-        self._classes = classes
+        self._task = task
+        self._counted = _BatchCount()
         self._returns_gradients = returns_gradients  # False: the device has nothing to train
         # A leaf that requires a gradient cannot be overwritten. A network cut before nn.ReLU(inplace=True) would try
         # to, also through a view of its input, such as nn.Flatten returns.
@@ -400,32 +445,39 @@ class TorchServerPart(Part):
     def _prepare(self) -> None:
         """Prepare what a subclass adds, when everything else is constructed."""
 
-    def decode(self, message: Message, encoding: str) -> tuple[Activation, torch.Tensor, int]:
+    def decode(self, message: Message, encoding: str) -> Decoded:
         several = message.body.encoding == SEVERAL
         activation = read_activations(message, encoding) if several else read_tensor(message, encoding)
         if self._takes not in (None, _outline(activation)):
             raise ProtocolError(f"{message} has a different shape or dtype than the activations before it.")
         given = (one if one.requires_grad or not several else unmasked(one) for one in tensors_at(activation))
         check_range(given, str(message))
-        return activation, read_labels(message, self._classes), message.batch_samples
+        targets, count = self._task.read(message)
+        return Decoded(activation, targets, message.batch_samples, count)
 
-    def forward(self, decoded: tuple[Activation, torch.Tensor, int]) -> tuple[Activation, torch.Tensor]:
+    def forward(self, decoded: Decoded) -> tuple[Activation, torch.Tensor]:
         """Return the activations and the loss of one micro-batch: its share of the batch's mean loss."""
-        activation, labels, batch_samples = decoded
+        activation, targets, batch_samples, count = decoded
+        if self._task.sends_count:
+            self._counted.add(self._task.loss.count(targets), count)
         if isinstance(activation, torch.Tensor):
             activation.requires_grad_(self._returns_gradients)
-        loss = self._loss(activation, labels) / batch_samples
-        if isinstance(activation, Received):
-            check_range([loss], "The loss of a micro-batch")  # its masks may have any effect
+        loss = self._loss(activation, targets, count)
+        if isinstance(activation, Received) or not self._task.has_labels:
+            check_range([loss], "The loss of a micro-batch")  # its masks, or its targets, may have any effect
         self.loss_sum += loss.item() * batch_samples
         return activation, loss
 
-    def _loss(self, activation: Activation, labels: torch.Tensor) -> torch.Tensor:
-        """Return the summed loss; raise ProtocolError if these layers cannot take what a device sent."""
+    def step(self) -> None:
+        super().step()
+        self._counted = _BatchCount()
+
+    def _loss(self, activation: Activation, targets: Targets, count: float) -> torch.Tensor:
+        """Return the loss; raise ProtocolError if these layers cannot take what a device sent."""
         given = tensors_at(activation)
         try:
             output = self.module(*(one.clone() for one in given) if self._overwrites_input else given)
-            loss = F.cross_entropy(output, labels, reduction="sum")
+            loss = self._task.share(output, targets, count)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             # Later it is not the shape's fault; an index out of range is always the device's.
             if self._takes is not None and not isinstance(error, IndexError):
@@ -444,6 +496,7 @@ class TorchServerPart(Part):
     def discard(self) -> None:
         super().discard()
         self.loss_sum = 0.0
+        self._counted = _BatchCount()
 
     def chunk_bytes(self, message: Message, encoding: str) -> list[int]:
         """Return the sizes of the gradient's chunks: it has the shape of the activations in the message."""

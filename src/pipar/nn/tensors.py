@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -51,13 +51,13 @@ Generators = Callable[..., np.random.Generator]
 
 def tensor_body(
     tensor: torch.Tensor,
-    labels: torch.Tensor | None = None,
+    targets: Sequence[memoryview] = (),
     *,
     encoding: str = "raw",
     kept: torch.Tensor | None = None,
     lossy: Lossy | None = None,
 ) -> Body:
-    """Return a body with the tensor and, after it, its labels as int32; raw values stay in the tensor's own memory.
+    """Return a body with the tensor and, after it, its targets; raw values stay in the tensor's own memory.
 
     An encoded body has its first chunk; the others are encoded on demand. `kept` marks the values that the receiver
     expects: only those are sent.
@@ -65,7 +65,7 @@ def tensor_body(
     values = tensor.detach().contiguous().numpy()
     dtype = _DTYPE_NAMES[tensor.dtype]
     assert dtype in DTYPES
-    trailing = [] if labels is None else [labels.to(torch.int32).numpy().data.cast("B")]
+    trailing = list(targets)
     if encoding == "raw":
         return Body.of(values.data.cast("B"), *trailing, dtype=dtype, shape=values.shape)
     encode = _Encode(values.reshape(-1), encoding, row_values(values.shape), trailing, kept, lossy)
@@ -180,16 +180,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
-def read_labels(message: Message, classes: int) -> torch.Tensor:
-    """Return the labels after a message's tensor; raise ProtocolError if one is not in 0..classes-1."""
-    size = message.body.size_bytes - tensor_bytes(message)
-    labels = torch.from_numpy(np.frombuffer(_last(message.body.buffers, size), dtype="int32").astype("int64"))
-    if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= classes):
-        raise ProtocolError(f"{message} has a label outside 0..{classes - 1}.")
-    return labels
-
-
-def _last(buffers: tuple[memoryview, ...], size: int) -> bytes:
+def last_bytes(buffers: tuple[memoryview, ...], size: int) -> bytes:
     """Return the last `size` bytes of the concatenated buffers."""
     parts: list[memoryview] = []
     for buffer in reversed(buffers):

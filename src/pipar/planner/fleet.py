@@ -14,6 +14,7 @@ from pipar.methods import Method, Plan
 from pipar.planner.costs import Costs
 from pipar.units import LIMITLESS_BPS
 from pipar.wire.encodings import LOSSY
+from pipar.wire.messages import LABELS, TargetSize
 
 Auto = Literal["auto"]
 
@@ -74,6 +75,7 @@ class Fleet:
     steady_layers: int = 0  # first layers whose activations are the same in every epoch
     cache_bytes: int = 0  # of a device's activations that the server keeps at most
     recalled: float = 0.0  # the share of epochs in which devices refer to activations that the server has kept
+    targets: TargetSize = LABELS  # the bytes of targets in a message with activations
 
     @property
     def averaged_bytes(self) -> int:
@@ -95,7 +97,7 @@ class Fleet:
 
     def recalled_share(self, member: Member, plan: Plan) -> float:
         """Return the share of epochs in which a device computes and sends nothing but references."""
-        size = member.samples * self.server.profile.output_bytes(plan.split_point)
+        size = member.samples * (self.server.profile.output_bytes(plan.split_point) + self.targets.sample_bytes)
         keeps = self.is_steady(plan.split_point) and plan.up not in LOSSY and size <= self.cache_bytes
         return self.recalled if keeps else 0.0
 

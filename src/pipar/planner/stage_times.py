@@ -12,7 +12,7 @@ from pipar.methods import Plan
 from pipar.planner.fleet import Fleet, Member
 from pipar.profiling.profile import Profile
 from pipar.wire.frames import CHUNK_BYTES, HEADER_BYTES
-from pipar.wire.messages import LABEL_BYTES, NUMBER_BYTES
+from pipar.wire.messages import NUMBER_BYTES
 
 #: Frames of encoded tensors carry their shape.
 _CODED_HEADER_BYTES = HEADER_BYTES + 2 * 4
@@ -84,8 +84,11 @@ def _mean_times(fleet: Fleet, member: Member, plan: Plan, batch: int, sent: Batc
     def saved_s(m: int) -> float:
         """Return how much longer the server decodes activations than it looks them up."""
         chunks = len(server.profile.chunk_bytes(plan.split_point, m, plan.up, "up"))
-        usual_s = server.coding_s("decode", plan.up, m * (at_cut + LABEL_BYTES), chunks)
-        return usual_s - server.coding_s("decode", "raw", m * NUMBER_BYTES)
+        usual_s = server.coding_s("decode", plan.up, m * at_cut + fleet.targets.of(m), chunks)
+        return usual_s - server.coding_s("decode", "raw", referring(m))
+
+    def referring(m: int) -> int:
+        return m * NUMBER_BYTES + fleet.targets.message_bytes
 
     nothing: Callable[[int], float] = lambda _: 0.0  # noqa: E731
     return replace(
@@ -93,7 +96,7 @@ def _mean_times(fleet: Fleet, member: Member, plan: Plan, batch: int, sent: Batc
         load=(1 - recalled) * sent.load,
         fc=mean(sent.fc, nothing),
         encode=mean(sent.encode, nothing),
-        u=mean(sent.u, lambda m: transfer_s(m * NUMBER_BYTES, member.link.up_bps)),
+        u=mean(sent.u, lambda m: transfer_s(referring(m), member.link.up_bps)),
         served=[one - recalled * saved_s(m) for one, m in zip(sent.served, pieces, strict=True)],
         up_chunks=[_WHOLE] * len(pieces) if recalled == 1.0 else sent.up_chunks,
     )
@@ -125,20 +128,24 @@ def _sent_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTi
 
     def served(m: int) -> float:
         job = [Work(kind, 0, 0, 0, p + 1, fleet.layers, m) for kind in ("fs", "bs")]
-        received = m * (at_cut + LABEL_BYTES)
+        received = m * at_cut + fleet.targets.of(m)
         decode_s = server.coding_s("decode", plan.up, received, chunks(m, "up"))
         return decode_s + sum(map(server.seconds, job)) + answer(m)
 
     def down(m: int) -> float:
         """Return the time of a gradient on the link; without anything to train, the answer is empty."""
-        return _crossing_s(server.profile, plan, m, "down", link.down_bps) if trains else transfer_s(0, link.down_bps)
+        return (
+            _crossing_s(server.profile, plan, m, "down", link.down_bps, 0) if trains else transfer_s(0, link.down_bps)
+        )
 
     none = [0.0] * len(pieces)
     return BatchTimes(
         load=costs.seconds(Work("load", samples=batch)),
         fc=each(lambda m: costs.seconds(Work("fc", last_layer=p, samples=m, chunks=m if fleet.is_steady(p) else 1))),
         encode=none if whole else each(lambda m: costs.coding_s("encode", plan.up, m * at_cut, chunks(m, "up"))),
-        u=none if whole else each(lambda m: _crossing_s(costs.profile, plan, m, "up", link.up_bps)),
+        u=none
+        if whole
+        else each(lambda m: _crossing_s(costs.profile, plan, m, "up", link.up_bps, fleet.targets.of(m))),
         served=none if whole else each(served),
         d=none if whole else each(down),
         decode=none
@@ -194,18 +201,19 @@ def model_s(fleet: Fleet, member: Member, plan: Plan, rate_bps: float | None) ->
     return transfer_s(fleet.server.profile.exchanged_bytes(plan.split_point, changes=changes), rate_bps)
 
 
-def _crossing_s(profile: Profile, plan: Plan, samples: int, direction: str, rate_bps: float | None) -> float:
-    """Return how long a micro-batch's activations with their labels, or its gradients, are on the link."""
+def _crossing_s(
+    profile: Profile, plan: Plan, samples: int, direction: str, rate_bps: float | None, targets: int
+) -> float:
+    """Return how long a micro-batch's activations with these bytes of targets, or its gradients, are on the link."""
     if rate_bps is None:
         return 0.0
     p, encoding = plan.split_point, plan.up if direction == "up" else plan.down
-    labels = samples * LABEL_BYTES if direction == "up" else 0
     several = len(profile.crossing_bytes(p, direction))
     if encoding == "raw" and not several:
-        return transfer_s(samples * profile.output_bytes(p) + labels, rate_bps)
+        return transfer_s(samples * profile.output_bytes(p) + targets, rate_bps)
     sizes = profile.coded_bytes(p, samples, direction, encoding)
     header = HEADER_BYTES + 3 * 4 * several if several else _CODED_HEADER_BYTES
-    return (sum(sizes) + labels + len(sizes) * header) * 8 / rate_bps
+    return (sum(sizes) + targets + len(sizes) * header) * 8 / rate_bps
 
 
 def transfer_s(size_bytes: int, rate_bps: float | None) -> float:

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pipar.nn.crossing import part_of
 from pipar.nn.inputs import Inputs, call, tensors_of, with_gradient
+from pipar.profiling.measurement_task import Batch
 from pipar.profiling.profile import CodingTimes
 from pipar.wire import encodings
 from pipar.wire.bitpacking import not_zero
@@ -94,21 +94,21 @@ def _mean_share(tensors: Sequence[CrossingTensor], encoding: str, *, back: bool 
     return min(1.0, coded / sum(one.size_bytes for one in tensors))
 
 
-def run_through(model: nn.Sequential, inputs: Inputs, targets: Tensor, *, with_loss: bool) -> list[Crossing]:
+def run_through(model: nn.Sequential, batch: Batch, *, with_loss: bool) -> list[Crossing]:
     """Return what crosses the cuts of a network in one training pass over some samples.
 
     Without `with_loss`, the gradient of the last output is random. The gradients of the weights are kept.
     """
     crossings: list[Crossing] = []
-    output: Any = inputs
+    output: Any = batch.inputs
     cuts = len(model) - 1 if with_loss else len(model)
     for place, layer in enumerate(model, start=1):
         output = call(layer, output)
         if place <= cuts:
             crossings.append(Crossing([_crossing(one, output) for one in tensors_of(output)]))
-    loss = functional.cross_entropy(output, targets, reduction="sum") / len(targets) if with_loss else output
+    loss = batch.loss(output) if with_loss else output
     if ends := with_gradient(loss):
-        given = None if with_loss else [torch.randn_like(end) / len(targets) for end in ends]
+        given = None if with_loss else [torch.randn_like(end) / len(batch) for end in ends]
         torch.autograd.backward(ends, given)
     for crossing in crossings:
         if not any(one.down for one in crossing.tensors):  # after frozen layers no gradient crosses

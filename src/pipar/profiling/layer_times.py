@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pipar.nn.inputs import Inputs, call, with_gradient
 from pipar.profiling.measurement_task import Batch, Progress
@@ -48,13 +47,13 @@ def measure_passes(
 
 
 def _one_round(model: nn.Sequential, batches: Sequence[Batch], passes: list[list[Pass]], *, with_loss: bool) -> None:
-    largest = len(batches[-1].targets)
+    largest = len(batches[-1])
     for batch, done in zip(batches, passes, strict=True):
         # A full batch is the first of its iteration and allocates gradients; a micro-batch mostly adds to them.
-        if len(batch.targets) == largest:
+        if len(batch) == largest:
             model.zero_grad(set_to_none=True)
         # Small batches cost little and scatter most: two passes at B/16, four at B/32.
-        for _ in range(max(1, min(4, largest // (8 * len(batch.targets))))):
+        for _ in range(max(1, min(4, largest // (8 * len(batch))))):
             rest()
             done.append(training_pass(model, batch, with_loss=with_loss))
 
@@ -73,7 +72,7 @@ def training_pass(model: nn.Sequential, batch: Batch, *, with_loss: bool = True)
         start = time.thread_time()
         output = call(layer, output)
         if with_loss and place == len(model):
-            output = functional.cross_entropy(output, batch.targets, reduction="sum") / len(batch.targets)
+            output = batch.loss(output)
         forward_s.append(time.thread_time() - start)
         if place < len(model):
             _watch(output, partial(_note, reached, place))

@@ -24,12 +24,13 @@ from pipar.nn.optimizers import OptimizerSettings, sgd
 from pipar.nn.rectified import rectified_cuts
 from pipar.nn.runtime import keep_freed_memory, one_thread, release_freed_memory, release_model_memory
 from pipar.nn.split import named_layers, some_layers
+from pipar.nn.tasks import Task
 from pipar.profiling import repeated_timing
 from pipar.profiling.cache import machine_fingerprint, usable_cores
 from pipar.profiling.coding_costs import changes_in_a_round, coding_times, run_through
 from pipar.profiling.contention import measure_contention
 from pipar.profiling.layer_times import layer_profiles, measure_passes, training_pass
-from pipar.profiling.measurement_task import Batch, Progress, Task, free_bytes, some_samples, state_bytes
+from pipar.profiling.measurement_task import Batch, Measurement, Progress, free_bytes, some_samples, state_bytes
 from pipar.profiling.memory import largest_prefix, training_bytes
 from pipar.profiling.operation_counter import count_layers
 from pipar.profiling.overheads import measure_overheads
@@ -46,7 +47,7 @@ def measure_profile(
     *,
     model_name: str,
     inputs: Sequence[int] | InputForm,
-    classes: int,
+    training: Task,
     batch_size: int,
     dtype: torch.dtype = torch.float32,
     load: Callable[[int], object] | None = None,
@@ -58,10 +59,10 @@ def measure_profile(
 ) -> Profile:
     """Return the times and sizes of every layer and of the work around training, measured in about `budget_s` seconds.
 
-    One pass is a training pass of the whole network in train mode on one thread; the last layer includes the loss. Each
-    time is the median of at least three passes, unless a single pass uses up the budget. `load(n)` loads n samples; it
-    is called from another thread, `progress` is not. A copy of the model is measured: its weights, gradients and
-    running statistics do not change.
+    One pass is a training pass of the whole network in train mode on one thread; the last layer includes the loss of
+    `training`. Each time is the median of at least three passes, unless a single pass uses up the budget. `load(n)`
+    loads n samples; it is called from another thread, `progress` is not. A copy of the model is measured: its weights,
+    gradients and running statistics do not change.
 
     If the network does not fit into `memory_bytes`, or into the memory that the system gives this process, the profile
     is of as many first layers as do. Batches too large for them are not run; their times are in proportion to the
@@ -76,11 +77,11 @@ def measure_profile(
             raise InterruptedError  # the caller has stopped waiting, as after Ctrl-C
         shares.put(share)
 
-    task = Task(
+    task = Measurement(
         model,
         model_name,
         InputForm.given(inputs),
-        classes,
+        training,
         batch_size,
         dtype,
         load,
@@ -107,7 +108,7 @@ def measure_profile(
     return measured.result()
 
 
-def _measure(task: Task) -> Profile:
+def _measure(task: Measurement) -> Profile:
     # Dropout draws from the CPU's generator, and the random numbers of a run must not depend on profiling.
     with one_thread(), torch.random.fork_rng(devices=[]):
         sizes = _sizes_only(task)
@@ -132,7 +133,7 @@ class _Attempt:
     layers: int
     batch_sizes: tuple[int, ...]
 
-    def smaller(self, all_layers: int, task: Task) -> _Attempt:
+    def smaller(self, all_layers: int, task: Measurement) -> _Attempt:
         """Return the next attempt after one for which the system had no memory.
 
         The whole network needs the whole batch; otherwise a layer is left out. Fewer layers can train in micro-batches.
@@ -144,7 +145,7 @@ class _Attempt:
         return replace(self, layers=self.layers - 1)
 
 
-def _sizes_only(task: Task) -> Profile:
+def _sizes_only(task: Measurement) -> Profile:
     """Return the profile of the whole network without times, from a few samples."""
     dtype = str(task.dtype).removeprefix("torch.")
     sizes = batch_sizes(task.batch_size, batch_statistics=uses_batch_statistics(task.model))
@@ -165,7 +166,7 @@ def _sizes_only(task: Task) -> Profile:
                 frozen_bytes=count.frozen_bytes(dtype),
                 trained=count.trained,
             )
-            for count in count_layers(task.model, task.form, run=True)
+            for count in count_layers(task.model, task.form, run=True, task=task.training)
         ),
         machine=machine_fingerprint(),
         optimizer=task.optimizer.kind,
@@ -173,7 +174,7 @@ def _sizes_only(task: Task) -> Profile:
     )
 
 
-def _first_attempt(sizes: Profile, task: Task) -> _Attempt:
+def _first_attempt(sizes: Profile, task: Measurement) -> _Attempt:
     """Return the most layers, and the batch sizes, that fit into the given memory."""
     if task.memory_bytes is None:
         return _Attempt(len(sizes.layers), sizes.batch_sizes)
@@ -189,14 +190,14 @@ def _pass_bytes(sizes: Profile, layers: int, samples: int) -> int:
     return training_bytes(sizes, Plan(layers, 1), samples)
 
 
-def _too_little(task: Task, memory: str) -> ConfigError:
+def _too_little(task: Measurement, memory: str) -> ConfigError:
     return ConfigError(
         f"Not even the first layer of {task.model_name} fits into {memory}: give more memory, or a smaller "
         "run.batch_size."
     )
 
 
-def _measured(attempt: _Attempt, sizes: Profile, task: Task) -> Profile | None:
+def _measured(attempt: _Attempt, sizes: Profile, task: Measurement) -> Profile | None:
     """Return the profile of these layers; None if the system had no memory for them."""
     try:
         return _measure_layers(attempt, sizes, task)
@@ -212,10 +213,10 @@ def _is_about_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
-def _measure_layers(attempt: _Attempt, sizes: Profile, task: Task) -> Profile:
+def _measure_layers(attempt: _Attempt, sizes: Profile, task: Measurement) -> Profile:
     whole = attempt.layers == len(task.model)
     model = _first_layers(task.model, attempt.layers).to(task.dtype).train()
-    batches = [Batch.random(size, task.form, task.classes, task.dtype) for size in attempt.batch_sizes]
+    batches = [Batch.random(size, task.form, task.training, task.dtype) for size in attempt.batch_sizes]
     passes = measure_passes(model, batches, Budget(0.8 * task.budget_s), task.progress, with_loss=whole)
     measured = layer_profiles(sizes, passes, attempt.batch_sizes)
     layers, coding, (changes_share, changes) = _with_coding(measured, model, attempt, task)
@@ -242,7 +243,7 @@ def _others() -> int:
 
 
 def _contention(
-    model: nn.Sequential, batches: Sequence[Batch], sizes: Profile, task: Task, *, with_loss: bool
+    model: nn.Sequential, batches: Sequence[Batch], sizes: Profile, task: Measurement, *, with_loss: bool
 ) -> tuple[float, ...]:
     """Return the contention of other cores; empty if there are none, or no memory for copies of the network."""
     others = _others()
@@ -272,7 +273,7 @@ def _first_layers(model: nn.Sequential, layers: int) -> nn.Sequential:
 
 
 def _with_coding(
-    layers: tuple[LayerProfile, ...], model: nn.Sequential, attempt: _Attempt, task: Task
+    layers: tuple[LayerProfile, ...], model: nn.Sequential, attempt: _Attempt, task: Measurement
 ) -> tuple[tuple[LayerProfile, ...], dict[str, CodingTimes], tuple[float, CodingTimes]]:
     """Return the layers with the encodings' shares at the cut after each, the encodings' times, and those of changes.
 
@@ -281,7 +282,7 @@ def _with_coding(
     """
     samples = min(attempt.batch_sizes[-1], max(attempt.batch_sizes[0], task.batch_size // 4))
     batch = some_samples(samples, task)
-    crossings = run_through(model, batch.inputs, batch.targets, with_loss=attempt.layers == len(task.model))
+    crossings = run_through(model, batch, with_loss=attempt.layers == len(task.model))
     changes = changes_in_a_round(model)
     model.zero_grad(set_to_none=True)
     rectified = task.rectified if task.rectified is not None else rectified_cuts(task.model, task.form)

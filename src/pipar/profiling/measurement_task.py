@@ -5,25 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipar.nn.inputs import InputForm, Inputs, in_dtype, mapped
+from pipar.nn.inputs import InputForm, Inputs, in_dtype, mapped, tensors_of
+from pipar.nn.losses import Targets
 from pipar.nn.optimizers import OptimizerSettings
+from pipar.nn.tasks import Task, target_form
 
 #: Called with the share of the measurement that is done.
 Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class Task:
+class Measurement:
     """The arguments of `measure_profile`."""
 
     model: nn.Sequential
     model_name: str
     form: InputForm
-    classes: int
+    training: Task
     batch_size: int
     dtype: torch.dtype
     load: Callable[[int], object] | None
@@ -37,23 +40,34 @@ class Task:
 @dataclass(frozen=True)
 class Batch:
     inputs: Inputs
-    targets: Tensor
+    targets: Targets
+    task: Task
+
+    def __len__(self) -> int:
+        return len(tensors_of(self.targets)[0])
 
     @classmethod
-    def random(cls, size: int, form: Sequence[int] | InputForm, classes: int, dtype: torch.dtype) -> Batch:
+    def random(cls, size: int, form: Sequence[int] | InputForm, task: Task, dtype: torch.dtype) -> Batch:
         generator = torch.Generator().manual_seed(size)
         inputs = InputForm.given(form).random(size, dtype, generator)
-        return cls(inputs, torch.randint(classes, (size,), generator=generator))
+        return cls(inputs, task.random(size, generator), task)
+
+    def loss(self, output: Any) -> Tensor:
+        """Return the mean loss of the batch, computed as in training."""
+        return self.task.share(output, self.targets, self.task.count(self.targets))
 
 
-def some_samples(count: int, task: Task) -> Batch:
+def some_samples(count: int, measured: Measurement) -> Batch:
     """Return some of the loaded samples, or random ones if there are none of the right shape."""
-    loaded = task.load(task.batch_size) if task.load is not None else None
+    loaded, task = measured.load(measured.batch_size) if measured.load is not None else None, measured.training
     match loaded:
-        case (Tensor() | tuple() | dict() as inputs, Tensor() as targets) if InputForm.of(inputs) == task.form:
-            return Batch(in_dtype(mapped(inputs, lambda tensor: tensor[:count]), task.dtype), targets[:count])
+        case (Tensor() | tuple() | dict() as inputs, Tensor() | tuple() | dict() as targets) if (
+            InputForm.of(inputs) == measured.form and target_form(targets) == task.form
+        ):
+            first = mapped(targets, lambda tensor: tensor[:count])
+            return Batch(in_dtype(mapped(inputs, lambda tensor: tensor[:count]), measured.dtype), first, task)
         case _:
-            return Batch.random(count, task.form, task.classes, task.dtype)
+            return Batch.random(count, measured.form, task, measured.dtype)
 
 
 def state_bytes(module: nn.Module) -> int:

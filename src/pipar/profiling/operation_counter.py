@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +25,7 @@ from pipar.nn.cut_check import dtype_of
 from pipar.nn.inputs import InputForm, Inputs, call, tensors_of, with_gradient
 from pipar.nn.line import Line
 from pipar.nn.split import named_layers
+from pipar.nn.tasks import Task, classification
 from pipar.profiling.operation_counts import CountedTensor, Counts, LayerCount, PassCount
 
 #: Two batches show what grows with the samples and what does not. Large ones are exact about the peak of memory: with
@@ -36,7 +36,12 @@ _SMALL = (2, 4)
 _COPIES_NOTHING = {"_unsafe_view", "_reshape_alias", "detach", "empty_like", "empty"}
 
 
-def count_layers(model: nn.Sequential, inputs: Sequence[int] | InputForm, *, run: bool = False) -> Counts:
+_LABELS = classification(0)
+
+
+def count_layers(
+    model: nn.Sequential, inputs: Sequence[int] | InputForm, *, run: bool = False, task: Task = _LABELS
+) -> Counts:
     """Return the counts of every layer in train mode; the last one includes the loss.
 
     The model is not changed. Sizes are those of float32, for any dtype of the model. With `run` the network really
@@ -45,17 +50,17 @@ def count_layers(model: nn.Sequential, inputs: Sequence[int] | InputForm, *, run
     """
     first, second = (_run_on_few, _run_hollow) if run else (_run_hollow, _run_on_few)
     with contextlib.suppress(NotImplementedError, RuntimeError, MemoryError):
-        return first(model, InputForm.given(inputs))
+        return first(model, InputForm.given(inputs), task)
     # Here the error is freed, and with it everything that the first way has allocated.
-    return second(model, InputForm.given(inputs))
+    return second(model, InputForm.given(inputs), task)
 
 
-def _run_on_few(model: nn.Sequential, form: InputForm) -> Counts:
-    return _count(copy.deepcopy(model), form, _SMALL)
+def _run_on_few(model: nn.Sequential, form: InputForm, task: Task) -> Counts:
+    return _count(copy.deepcopy(model), form, _SMALL, task)
 
 
-def _run_hollow(model: nn.Sequential, form: InputForm) -> Counts:
-    return _count(_hollow(model), form, _LARGE)
+def _run_hollow(model: nn.Sequential, form: InputForm, task: Task) -> Counts:
+    return _count(_hollow(model), form, _LARGE, task)
 
 
 def _hollow(model: nn.Sequential) -> nn.Sequential:
@@ -68,12 +73,12 @@ def _hollow(model: nn.Sequential) -> nn.Sequential:
     return copy.deepcopy(model, tensors)
 
 
-def _count(model: nn.Sequential, form: InputForm, sizes: tuple[int, int]) -> Counts:
+def _count(model: nn.Sequential, form: InputForm, sizes: tuple[int, int], task: Task) -> Counts:
     # Recorded operations may fix the dtype of a network.
     dtype = dtype_of(model) if isinstance(model, Line) else torch.float32
     model = model.to(dtype).train()
     with torch.random.fork_rng(devices=[]):
-        few, many = (_seen(model, form, size, dtype) for size in sizes)
+        few, many = (_seen(model, form, size, dtype, task) for size in sizes)
     layers = named_layers(model).items()
     return tuple(_layer_count(name, layer, a, b, sizes) for (name, layer), a, b in zip(layers, few, many, strict=True))
 
@@ -177,17 +182,17 @@ class _LayerSeen:
         return max(0, region.peak_bytes - self.kept_bytes)
 
 
-def _seen(model: nn.Sequential, form: InputForm, samples: int, dtype: torch.dtype) -> list[_LayerSeen]:
+def _seen(model: nn.Sequential, form: InputForm, samples: int, dtype: torch.dtype, task: Task) -> list[_LayerSeen]:
     """Return what a training pass over some samples does in each layer."""
     like = next(iter(model.parameters()), torch.empty(0))
     inputs = form.example(samples, dtype, like.device)
-    targets = torch.zeros(samples, dtype=torch.int64, device=like.device)
+    targets = task.example(samples, like.device)
     for parameter in model.parameters():
         # A micro-batch mostly adds to existing gradients.
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     layers = [_LayerSeen(item_bytes=dtype.itemsize) for _ in model]
     weights = [*model.parameters(), *model.buffers(), *_gradients(model)]
-    tape = _Tape([*tensors_of(inputs), targets], weights)
+    tape = _Tape([*tensors_of(inputs), *tensors_of(targets)], weights)
     for tensor in tensors_of(inputs):
         tape.keep(layers[0], tensor)
     output: Any = inputs
@@ -198,7 +203,7 @@ def _seen(model: nn.Sequential, form: InputForm, samples: int, dtype: torch.dtyp
             output = call(layer, output)
             _keep(tape, seen, output)
             if seen is layers[-1]:
-                output = functional.cross_entropy(output, targets, reduction="sum") / samples
+                output = task.share(output, targets, samples)
             else:
                 _watch(tape, seen, output)
             seen.kept_bytes = tape.alive_bytes

@@ -17,14 +17,16 @@ from pipar import random_streams
 from pipar.errors import PlanError
 from pipar.nn.inputs import call, with_gradient
 from pipar.nn.learner import LearnerSettings, TorchLearner
+from pipar.nn.losses import Targets
 from pipar.nn.optimizers import sgd
 from pipar.nn.parts import TorchDevicePart
 from pipar.nn.split import named_layers, some_layers, split_model
+from pipar.nn.tasks import Task
 from pipar.nn.tensors import read_tensor, state_body, tensor_body
 from pipar.privacy.mechanisms import clip_and_noise
 from pipar.profiling.coding_costs import line
 from pipar.profiling.layer_times import training_pass
-from pipar.profiling.measurement_task import Batch, Task, free_bytes, state_bytes
+from pipar.profiling.measurement_task import Batch, Measurement, free_bytes, state_bytes
 from pipar.profiling.repeated_timing import Ready, median_s, rest
 from pipar.wire.messages import Body, Kind, Message
 from pipar.wire.orders import TrainedPart
@@ -38,7 +40,7 @@ _AGGREGATED_BYTES = 200 << 20
 _AGGREGATED_COPIES = 5
 
 
-def measure_overheads(model: nn.Sequential, cut_bytes: int, task: Task, *, with_loss: bool) -> dict[str, float]:
+def measure_overheads(model: nn.Sequential, cut_bytes: int, task: Measurement, *, with_loss: bool) -> dict[str, float]:
     """Return the profile's fields for loading, coding, stepping, packing, installing, aggregating and noise.
 
     The functions are those that training calls. All but loading and noise run on a small and on a large object, for the
@@ -80,14 +82,14 @@ def _first_layers(model: nn.Sequential, count: int) -> nn.Sequential:
     return some_layers(model, list(named_layers(model))[:count])
 
 
-def _backward_at_cut_s(model: nn.Sequential, task: Task, *, with_loss: bool) -> float:
+def _backward_at_cut_s(model: nn.Sequential, task: Measurement, *, with_loss: bool) -> float:
     """Return the extra cost of starting a backward after the first layer, instead of arriving there in one pass.
 
     Both are measured on a micro-batch so small that the layer itself hardly counts, and each by its shortest of several
     times: a difference of two medians was mostly noise.
     """
     first = _first_layers(model, 1)
-    batch = Batch.random(2, task.form, task.classes, task.dtype)
+    batch = Batch.random(2, task.form, task.training, task.dtype)
     ends = with_gradient(call(first, batch.inputs))
     if len(model) == 1 or not ends:
         return 0.0
@@ -129,19 +131,23 @@ class _Sized:
     work: Mapping[str, Ready]
 
 
-def _coding(cut_bytes: int, samples: int, task: Task) -> _Sized:
+def _coding(cut_bytes: int, samples: int, task: Measurement) -> _Sized:
     activation = torch.ones((samples, max(1, cut_bytes // task.dtype.itemsize)), dtype=task.dtype)
-    labels = torch.zeros(samples, dtype=torch.int64)
+    targets = task.training.example(samples)
     message = Message(Kind.GRADIENT, samples=samples, batch_samples=samples, body=tensor_body(activation))
-    encode, decode = partial(tensor_body, activation, labels), partial(read_tensor, message)
+    encode, decode = partial(_encode, activation, targets, task.training), partial(read_tensor, message)
     return _Sized(activation.nbytes, {"encode": lambda: encode, "decode": lambda: decode})
 
 
-def _exchange(module: nn.Sequential, task: Task) -> _Sized:
+def _encode(activation: torch.Tensor, targets: Targets, training: Task) -> Body:
+    return tensor_body(activation, training.buffers(targets, 1.0))
+
+
+def _exchange(module: nn.Sequential, task: Measurement) -> _Sized:
     """Return the optimiser's step and the exchange of this part of a network; its gradients are 0."""
     part = TorchDevicePart(module, task.optimizer, has_loss=False)
     part.unpack_and_install(_as_received(state_body(part.state())), keep_state=False)  # the first has frozen weights
-    inputs = Batch.random(2, task.form, task.classes, task.dtype).inputs
+    inputs = Batch.random(2, task.form, task.training, task.dtype).inputs
 
     def trained() -> Callable[[], object]:
         if ends := with_gradient(call(module, inputs)):
@@ -155,7 +161,7 @@ def _exchange(module: nn.Sequential, task: Task) -> _Sized:
     return _Sized(max(1, state_bytes(module) - part.frozen_bytes), work)
 
 
-def _aggregations(model: nn.Sequential, task: Task, *, with_loss: bool) -> list[_Sized]:
+def _aggregations(model: nn.Sequential, task: Measurement, *, with_loss: bool) -> list[_Sized]:
     """Return the aggregation of a new global model from the parts of one device and of two.
 
     Most of the model is at the server: it is cut as early as possible.
@@ -166,7 +172,7 @@ def _aggregations(model: nn.Sequential, task: Task, *, with_loss: bool) -> list[
     network = copy.deepcopy(layers)
     names = ("one", "two")
     cuts = dict.fromkeys(names, _first_cut(network))
-    learner = TorchLearner(network, cuts, LearnerSettings(sgd(), task.classes))
+    learner = TorchLearner(network, cuts, LearnerSettings(sgd(), task.training))
 
     def returned(devices: tuple[str, ...]) -> Callable[[], object]:
         brought = [TrainedPart(device, _as_received(learner.pack(device, frozen=False)), 1) for device in devices]

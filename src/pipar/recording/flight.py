@@ -20,6 +20,7 @@ from pipar.profiling.profile import Profile
 from pipar.recording.frames import read_records
 from pipar.recording.stage_times import RoundTimes, Sent, read_times
 from pipar.wire import encodings
+from pipar.wire.messages import LABELS, TargetSize
 
 #: Written into every file; a file of another format is refused.
 FORMAT = 2
@@ -203,7 +204,15 @@ class _Reader:
             model=str(header["model"]),
             sample_bytes=_whole(header["sample_bytes"]),
             steady_layers=_whole(header.get("steady_layers", 0)),
+            target_size=_target_size(header.get("targets")),
         )
+
+
+def _target_size(content: Any) -> TargetSize:
+    """Return the bytes of targets in messages; a recording without them has labels."""
+    if content is None:
+        return LABELS
+    return TargetSize(_whole(content["sample_bytes"]), _whole(content["message_bytes"]))
 
 
 def _replayed_config(header: Mapping[str, Any], devices: int, rounds: int) -> Config:

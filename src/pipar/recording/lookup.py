@@ -16,7 +16,6 @@ from pipar.recording.places import Places
 from pipar.recording.stage_times import Times, is_pass, time_key
 from pipar.transport.shaping import Rates
 from pipar.wire.frames import CHUNK_BYTES, HEADER_BYTES
-from pipar.wire.messages import LABEL_BYTES
 
 #: Models of at least this share of their bytes were sent whole.
 _WHOLE = 0.97
@@ -229,7 +228,9 @@ class RecordedTimes:
             return None
         samples = self._job.sizes[device]
         messages = sum(1 for _, number in self._places(device, recorded).at if number)
-        extra = messages * (HEADER_BYTES + _SHAPE_BYTES) + (samples * LABEL_BYTES if way == "up" else 0)
+        targets = self._job.target_size
+        labels = samples * targets.sample_bytes + messages * targets.message_bytes if way == "up" else 0
+        extra = messages * (HEADER_BYTES + _SHAPE_BYTES) + labels
         profile = self._job.server_profile
         raw = samples * (profile.output_bytes if way == "up" else profile.gradient_bytes)(now.split_point)
         return min(1.0, max(1e-6, (sent.tensor_bytes - extra) / raw)) if raw else None

@@ -55,7 +55,7 @@ from pipar.recording.writer import RecordWriter, profile_record
 from pipar.storage.run_folder import RunFolder, versions
 from pipar.storage.whole_files import cannot_write
 from pipar.transport.shaping import Rates
-from pipar.wire.messages import LABEL_BYTES
+from pipar.wire.messages import LABELS
 
 FILE = "flight.jsonl.zst"
 Emit = Callable[[EpochResult, list[Span]], None]
@@ -208,6 +208,7 @@ def _header(job: Job, world: str) -> dict[str, Any]:
         "batch_statistics": job.batch_statistics,
         "sample_bytes": job.sample_bytes,
         **({"steady_layers": job.steady_layers} if job.steady_layers else {}),
+        **({} if job.target_size == LABELS else {"targets": asdict(job.target_size)}),
         "noise_multiplier": 0.0 if noise is None else noise.multiplier,
         "min_devices": config.server.min_devices or len(job.specs) or len(device_names(config)),
         "configuration": dump_config(public_config(config)),
@@ -276,7 +277,7 @@ class _KnownRound:
         samples, whole = self.job.sizes[name], profile.changing_bytes(1, plan.split_point)
         rates = [_readable(rate) for rate in result.device_rates.get(name, [None, None])]
         for way, (total, rate) in enumerate(zip(result.device_bytes[name], rates, strict=True)):
-            coding, labels = (plan.down, 0) if way else (plan.up, LABEL_BYTES)
+            coding, labels = (plan.down, 0) if way else (plan.up, self.job.target_size.sample_bytes)
             splits = plan.split_point < self.job.layers
             at_cut = (profile.gradient_bytes if way else profile.output_bytes)(plan.split_point)
             raw = samples * (at_cut + labels) if splits else 0

@@ -9,7 +9,7 @@ from pipar.profiling.profile import Profile
 from pipar.server.interfaces import Learner
 from pipar.server.session import Allowance, Session
 from pipar.wire.frames import SMALL_BODY_BYTES
-from pipar.wire.messages import LABEL_BYTES
+from pipar.wire.messages import LABELS, TargetSize
 from pipar.wire.orders import Orders
 
 #: The most that a trace takes for each micro-batch of an epoch.
@@ -20,8 +20,9 @@ _LARGEST_TRACE_BYTES = SMALL_BODY_BYTES + MOST_SPANS * SPAN_BYTES
 class Limits:
     """Sets the limits of sessions by the plans of their devices."""
 
-    def __init__(self, learner: Learner, network: Profile | None) -> None:
+    def __init__(self, learner: Learner, network: Profile | None, targets: TargetSize = LABELS) -> None:
         self._learner = learner
+        self._targets = targets
         self._network = network
 
     def _state_bytes(self, network: Profile) -> int:
@@ -42,9 +43,12 @@ class Limits:
             Allowance(
                 plan.micro_batches,
                 is_sized=True,
-                activation_bytes=largest_piece * (network.output_bytes(plan.split_point) + LABEL_BYTES),
+                activation_bytes=self._activation_bytes(network, plan.split_point, largest_piece),
                 model_bytes=self._learner.part_bytes(session.device, frozen=False),
                 state_bytes=self._state_bytes(network) if orders.keep_state else 0,
                 trace_bytes=min(_LARGEST_TRACE_BYTES, SMALL_BODY_BYTES + spans_bytes),
             )
         )
+
+    def _activation_bytes(self, network: Profile, split_point: int, samples: int) -> int:
+        return samples * network.output_bytes(split_point) + self._targets.of(samples)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipar.events import EpochResult
+from pipar.events import EpochResult, Scores
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span
 from pipar.job.job import Bounds
 from pipar.links import Link
@@ -31,8 +31,7 @@ class _Epoch:
     awaited: set[str] = field(default_factory=set)  # devices whose traces are missing
     round: RoundSummary | None = None
     validated: bool = False
-    val_loss: float | None = None
-    val_accuracy: float | None = None
+    scores: Scores = field(default_factory=Scores)
     validation: EpochTrace | None = None
 
 
@@ -163,12 +162,12 @@ class ResultCollector:
             epoch.awaited.discard(device)
         self._emit_complete()
 
-    def add_validation(self, number: int, loss: float | None, accuracy: float | None) -> None:
+    def add_validation(self, number: int, scores: Scores) -> None:
         """Take the validation of the global model that an epoch ended with."""
         epoch = self._epoch(number)
-        epoch.validated, epoch.val_loss, epoch.val_accuracy = True, loss, accuracy
+        epoch.validated, epoch.scores = True, scores
         epoch.validation = self._background.take(number)
-        self._losses.append(loss)
+        self._losses.append(scores.loss)
         self._emit_complete()
 
     def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
@@ -270,8 +269,8 @@ class ResultCollector:
             seconds=seconds,
             samples=sum(summary.counted.values()),
             train_loss=summary.train_loss,
-            val_loss=epoch.val_loss,
-            val_accuracy=epoch.val_accuracy,
+            val_loss=epoch.scores.loss,
+            val_accuracy=epoch.scores.accuracy,
             bytes_up=sum(epoch.bytes_up.values()),
             bytes_down=sum(epoch.bytes_down.values()),
             server_idle_s=max(0.0, seconds - busy["server"]),

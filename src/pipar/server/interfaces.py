@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pipar.events import Observer, ignore
+from pipar.events import Observer, Scores, ignore
 from pipar.execution.lanes import Lanes
 from pipar.execution.schedule import StepCount
 from pipar.execution.spans import Recorder
@@ -20,7 +20,7 @@ from pipar.server.device_messages import Introduction
 from pipar.server.epoch_results import ResultCollector
 from pipar.server.patience import ChosenTimeouts
 from pipar.server.session import Session
-from pipar.wire.messages import Body, Message
+from pipar.wire.messages import LABELS, Body, Message, TargetSize
 from pipar.wire.orders import Orders, TrainedPart
 
 
@@ -52,6 +52,13 @@ class Kept(Protocol):
     def recall(self, device: str, message: Message) -> Any: ...  # what a message refers to, decoded
 
 
+class Evaluator(Protocol):
+    """Evaluates a copy of a model on one held-out batch after another."""
+
+    def __call__(self, batch: Any, /) -> None: ...
+    def scores(self) -> Scores: ...  # over all batches so far
+
+
 class Learner(Protocol):
     """The global model M and its replicas M^s_k."""
 
@@ -71,7 +78,7 @@ class Learner(Protocol):
         self,
     ) -> Callable[[], None]: ...  # of the global model: call the result to restore
     def move_cuts(self, split_points: Mapping[str, int]) -> Mapping[str, Body]: ...
-    def evaluator(self) -> Callable[[Any], tuple[float, int]]: ...
+    def evaluator(self) -> Evaluator: ...
     def packed_state(self) -> Body: ...  # the global model, as a safetensors file
 
 
@@ -148,6 +155,7 @@ class SessionSettings:
     real_links: bool = False  # their rates are measured, not configured
     keep_spans: Container[str] | None = None  # devices whose spans are kept; None: all
     timeouts: ChosenTimeouts | None = None  # those that the server chooses by itself; None: it chooses none
+    targets: TargetSize = LABELS  # of the targets that devices send with activations
 
 
 @dataclass(frozen=True)

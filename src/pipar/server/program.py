@@ -52,7 +52,9 @@ class Server:
         self._membership = membership = Membership(
             enrolment, sessions, services.results, services.accountant, services.observe
         )
-        self._plans = plans = PlanUpdates(learner, pool, membership, Limits(learner, sessions.network), services)
+        self._plans = plans = PlanUpdates(
+            learner, pool, membership, Limits(learner, sessions.network, sessions.targets), services
+        )
         self._participants = Participants(training, learner, enrolment, membership, plans, pool)
         self._validation = Validation(learner, training.validation, lanes.background, services)
         self._exchange = ModelExchange(learner, pool, plans, self._validation)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from pipar.errors import TrainingError
+from pipar.events import Scores
 from pipar.execution.lanes import Lanes
 from pipar.execution.work import Work
-from pipar.server.interfaces import Learner, Services
+from pipar.server.interfaces import Evaluator, Learner, Services
 from pipar.wire.messages import EMPTY, Body
-
-#: Returns the summed loss and the number of correct answers of a batch, by a copy of the model.
-Evaluate = Callable[[Any], tuple[float, int]]
 
 
 class Validation:
@@ -56,22 +54,21 @@ class Validation:
 
     async def _evaluate(self, epoch: int, before: asyncio.Task[None] | None, copied: asyncio.Event) -> None:
         if not self._batches:
-            self._results.add_validation(epoch, None, None)
+            self._results.add_validation(epoch, Scores())
             return
         copy = Work("validate", epoch, samples=0)
         evaluate, model = await self._background.run((copy, self._copy))
         copied.set()
         if before is not None:
             await before
-        loss_sum, correct, total = 0.0, 0, 0
         for samples, batch in self._batches:
             work = Work("validate", epoch, samples=samples)
-            loss, right = await self._background.run((work, partial(evaluate, batch)))
-            loss_sum, correct, total = loss_sum + loss, correct + right, total + samples
+            await self._background.run((work, partial(evaluate, batch)))
+        scores = evaluate.scores()
         if self._best is not None:
-            await self._background.run((copy, partial(self._best.offer, epoch, loss_sum / total, model)))
-        self._results.add_validation(epoch, loss_sum / total, correct / total)
+            await self._background.run((copy, partial(self._best.offer, epoch, scores.loss, model)))
+        self._results.add_validation(epoch, scores)
 
-    def _copy(self) -> tuple[Evaluate, Body]:
+    def _copy(self) -> tuple[Evaluator, Body]:
         """Return what evaluates the current global model, and the model itself if it may be kept; both share it."""
         return self._learner.evaluator(), EMPTY if self._best is None else self._learner.packed_state()

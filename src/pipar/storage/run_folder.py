@@ -29,6 +29,7 @@ from pipar.events import (
     RoundOver,
     Saved,
     SaveFailed,
+    Scores,
 )
 from pipar.execution.spans import Span, excerpt
 from pipar.job.equivalence import EquivalenceLog
@@ -360,9 +361,9 @@ class RunFolder:
         if self.best is not None and self._can_be_resumed:
             self.best.write()
 
-    def add_test_accuracy(self, accuracy: float | None) -> dict[str, Any]:
-        """Write result.json again with the test accuracy of the finished model; return the result."""
-        return self._write_result({**self._written, "test_accuracy": accuracy})
+    def add_test_scores(self, scores: Scores) -> dict[str, Any]:
+        """Write result.json again with the finished model's scores on the test set; return the result."""
+        return self._write_result({**self._written, "test_accuracy": scores.accuracy})
 
     def _write_result(self, result: dict[str, Any]) -> dict[str, Any]:
         written: dict[str, Any] = strict_json(result)

@@ -71,6 +71,7 @@ ENCODINGS = {"raw": 0, "json": 1, "safetensors": 2, "trace": 3, "changes": 4, SE
     name: number for number, name in enumerate(CODED, start=16)
 }
 LABEL_BYTES = 4  # int32, after the activations
+COUNT_BYTES = 8  # float64, after the targets: what the whole batch counts, if that depends on its targets
 NUMBER_BYTES = 4  # of an activation that was sent before
 
 
@@ -226,6 +227,22 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetSize:
+    """The bytes of the targets after the activations: of each sample, and once in a message."""
+
+    sample_bytes: int = LABEL_BYTES
+    message_bytes: int = 0
+
+    def of(self, samples: int) -> int:
+        """Return the bytes in a message of this many samples."""
+        return samples * self.sample_bytes + self.message_bytes
+
+
+#: A label for each sample, as in most trainings.
+LABELS = TargetSize()
+
+
+@dataclass(frozen=True, slots=True)
 class Reference:
     """A micro-batch of which the server has the activations: the content of its message."""
 
@@ -234,17 +251,21 @@ class Reference:
     body: Body
 
 
-def numbers_body(numbers: bytes | memoryview) -> Body:
+def numbers_body(numbers: bytes | memoryview, count: bytes = b"") -> Body:
     """Return the content of ACTIVATION that refers to activations sent before: 32-bit numbers, little-endian."""
-    return Body.of(numbers, encoding="kept")
+    return Body.of(numbers, count, encoding="kept")
 
 
-def read_numbers(message: Message) -> bytes:
-    """Return the numbers of activations that a message refers to; raise ProtocolError unless there is one a sample."""
-    body = message.body
-    if body.encoding != "kept" or message.samples < 1 or body.size_bytes != message.samples * NUMBER_BYTES:
+def read_numbers(message: Message, count_bytes: int = 0) -> tuple[bytes, bytes]:
+    """Return the numbers of activations that a message refers to, and what their batch counts, if it says so.
+
+    Raise ProtocolError unless there is one number a sample.
+    """
+    body, size = message.body, message.samples * NUMBER_BYTES
+    if body.encoding != "kept" or message.samples < 1 or body.size_bytes != size + count_bytes:
         raise ProtocolError(f"{message} does not refer to {message.samples} activations.")
-    return bytes(body.contiguous())
+    content = bytes(body.contiguous())
+    return content[:size], content[size:]
 
 
 def json_body(content: dict[str, Any]) -> Body:
@@ -281,14 +302,14 @@ def chunk_count(body: Body) -> int:
 def tensor_bytes(message: Message) -> int:
     """Return how many bytes of the body are its tensors; raise ProtocolError if body and header do not agree.
 
-    The tensors of an ACTIVATION are followed by its labels, one int32 per sample.
+    The tensors of an ACTIVATION are followed by its targets, at least a byte for each sample: only the task knows how
+    many.
     """
     body = message.body
     if body.encoding == SEVERAL:
         return _several_bytes(message)
     size = math.prod(body.shape) * ITEM_BYTES[body.dtype]
-    labels = message.samples * LABEL_BYTES if message.kind is Kind.ACTIVATION else 0
-    if not body.dtype or body.encoding not in ALL or size + labels != body.size_bytes:
+    if not body.dtype or body.encoding not in ALL or not _has_room(message, size):
         raise ProtocolError(
             f"{message} carries {body.size_bytes} bytes, but its header says {body.dtype or 'no dtype'} "
             f"of shape {body.shape} and {message.samples} samples."
@@ -298,12 +319,17 @@ def tensor_bytes(message: Message) -> int:
     return size
 
 
+def _has_room(message: Message, tensors: int) -> bool:
+    """Return whether a body has these bytes of tensors and, of an ACTIVATION, its targets."""
+    targets = message.body.size_bytes - tensors
+    return targets >= message.samples if message.kind is Kind.ACTIVATION else targets == 0
+
+
 def _several_bytes(message: Message) -> int:
     body = message.body
     size = sum(part.size_bytes for part in body.parts)
-    labels = message.samples * LABEL_BYTES if message.kind is Kind.ACTIVATION else 0
     shapes = [part.shape for part in body.parts]
-    if size + labels != body.size_bytes:
+    if not _has_room(message, size):
         raise ProtocolError(
             f"{message} carries {body.size_bytes} bytes, but its header says tensors of shapes {shapes} and "
             f"{message.samples} samples."

@@ -1,0 +1,52 @@
+"""Scores of a model on a held-out set, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipar.events import Scores
+from pipar.nn.inputs import Inputs, call
+from pipar.nn.losses import ClassLoss, Targets
+from pipar.nn.tasks import Task
+
+#: Loads the inputs and targets of a batch.
+Load = Callable[[], tuple[Inputs, Targets]]
+
+
+class Evaluator:
+    """Evaluates one model on one batch after another."""
+
+    def __init__(self, model: nn.Module, task: Task) -> None:
+        self._model = model
+        self._task = task
+        self._loss_sum = 0.0
+        self._count = 0.0
+        self._correct = self._answers = 0
+
+    @torch.no_grad()
+    def __call__(self, load: Load) -> None:
+        """Take a batch into the scores."""
+        inputs, targets = load()
+        output = call(self._model, inputs)
+        self._loss_sum += self._task.loss.total(output, targets).item()
+        self._count += self._task.loss.count(targets)
+        correct, answers = correct_answers(self._task.loss, output, targets)
+        self._correct, self._answers = self._correct + correct, self._answers + answers
+
+    def scores(self) -> Scores:
+        """Return the scores over all batches so far."""
+        loss = self._loss_sum / self._count if self._count else None
+        return Scores(loss, self._correct / self._answers if self._answers else None)
+
+
+def correct_answers(loss: Any, output: Any, targets: Any) -> tuple[int, int]:
+    """Return how many positions have their class as the largest output, and how many count; none without classes."""
+    if not isinstance(loss, ClassLoss) or targets.is_floating_point():
+        return 0, 0
+    answers = output.argmax(dim=-1 if loss.name == "next_token" else 1)
+    counts = targets != loss.ignored
+    return int(((answers == targets) & counts).sum()), int(counts.sum())
