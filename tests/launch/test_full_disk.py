@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipar.events import Event, SaveFailed
+from pipar.events import Event, SaveFailed, Scores
 from pipar.launch import deployed_server
 from pipar.storage import whole_files
 
@@ -36,8 +36,8 @@ class Folder:
     def finish(self, **_: Any) -> dict[str, Any]:
         return self._write({"test_accuracy": None})
 
-    def add_test_accuracy(self, accuracy: float) -> dict[str, Any]:
-        return self._write({"test_accuracy": accuracy})
+    def add_test_scores(self, scores: Scores) -> dict[str, Any]:
+        return self._write({"test_accuracy": scores.accuracy})
 
 
 def end_of_serving(
@@ -53,7 +53,7 @@ def end_of_serving(
     monkeypatch.setattr(deployed_server, "_open_run", lambda *_: run)
     monkeypatch.setattr(deployed_server, "_ServerProgram", lambda *_: program)
     monkeypatch.setattr(deployed_server, "run_until_signal", lambda _: stopped)
-    monkeypatch.setattr(deployed_server, "accuracy_on_test_set", lambda *_: 0.5)
+    monkeypatch.setattr(deployed_server, "known_test_scores", lambda *_: Scores(accuracy=0.5))
     monkeypatch.setattr(whole_files.time, "sleep", pauses.append)
     options: Any = SimpleNamespace(record=False)
     return deployed_server._serve_in(folder.path, options, options, tracking), events, pauses

@@ -26,7 +26,7 @@ from support.training import (
 from torch import nn
 
 from pipar import random_streams
-from pipar.job.model_setup import make_learner, measure_test_accuracy
+from pipar.job.model_setup import make_learner, scores_on_test_set
 from pipar.nn.models import uses_batch_statistics
 from pipar.nn.optimizers import sgd
 from pipar.nn.parts import TorchDevicePart
@@ -173,7 +173,7 @@ def test_evaluation_has_the_same_noise_each_time_and_measurements_have_none() ->
     batches = [shard.batch(1, shard.order(1)[:9])[0] for shard in shards]
     assert torch.equal(*batches)
     learner = make_learner(make_job(workload), workload)
-    assert measure_test_accuracy(learner, workload) == measure_test_accuracy(learner, workload)
+    assert scores_on_test_set(learner, workload) == scores_on_test_set(learner, workload)
 
 
 @pytest.mark.slow

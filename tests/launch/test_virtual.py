@@ -114,7 +114,7 @@ def test_ctrl_c_in_the_final_test_keeps_the_training(
     def interrupted(*_: object) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipar.job.model_setup.measure_test_accuracy", interrupted)
+    monkeypatch.setattr("pipar.job.model_setup.scores_on_test_set", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run()
     result = saved(tmp_path)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from pipar.errors import ProtocolError
 from pipar.nn.averaging import federated_average
+from pipar.nn.evaluation import Evaluator
 from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.optimizers import sgd
 from pipar.nn.parts import Part, TorchDevicePart

@@ -15,7 +15,7 @@ from support.hand_made_job import CONFIG, job
 from pipar.config import device_specs
 from pipar.config_file import config_from, load_config
 from pipar.errors import InputError, StorageError
-from pipar.events import EpochResult, Event, Pictured, Replanned, RoundOver, Saved, SaveFailed, ignore
+from pipar.events import EpochResult, Event, Pictured, Replanned, RoundOver, Saved, SaveFailed, Scores, ignore
 from pipar.execution.spans import Span
 from pipar.profiling.cache import machine_fingerprint
 from pipar.storage.checkpoint import Checkpoint
@@ -239,7 +239,7 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
     untested = folder.finish(weights=Body.of(b"weights"), weights_sha256="ab" * 32)
     assert json.loads((folder.path / "result.json").read_text("utf-8")) == untested
     assert untested["test_accuracy"] is None
-    result = folder.add_test_accuracy(0.75)
+    result = folder.add_test_scores(Scores(0.5, 0.75))
     assert json.loads((folder.path / "result.json").read_text("utf-8")) == result
     assert {key: value for key, value in result.items() if key not in ("epochs", "versions", "machine")} == {
         "method": "pipar",

@@ -1,0 +1,155 @@
+"""Targets travel as they are, and a peer's targets are refused unless the task takes them."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipar.errors import ModelError, ProtocolError
+from pipar.nn.inputs import InputForm, TensorForm
+from pipar.nn.losses import ClassLoss, ElementLoss, OwnLoss
+from pipar.nn.models import check_fits
+from pipar.nn.optimizers import sgd
+from pipar.nn.parts import Decoded, TorchServerPart
+from pipar.nn.tasks import ONE_LABEL, Task, classification, target_form
+from pipar.nn.tensors import tensor_body
+from pipar.wire.messages import Kind, Message
+
+PIXELS = InputForm((TensorForm((2, 2), torch.int64),))
+SEGMENTATION = Task(ClassLoss(), PIXELS, 5)
+NUMBERS = Task(ElementLoss("mse"), InputForm((TensorForm((3,)),)))
+SEVERAL = {"kind": torch.tensor([1, 0]), "mask": torch.tensor([[True], [False]]), "size": torch.tensor([0.5, 2.0])}
+OWN = Task(OwnLoss(lambda output, _: output.mean()), target_form(SEVERAL))
+
+
+def message(task: Task, targets: Any, count: float = 8.0, *, samples: int = 2) -> Message:
+    body = tensor_body(torch.zeros(samples, 3), task.buffers(targets, count))
+    return Message(Kind.ACTIVATION, 1, 1, 1, samples, 4, body)
+
+
+def test_labels_have_the_bytes_that_they_always_had() -> None:
+    (sent,) = classification(10).buffers(torch.tensor([3, 9]), 2.0)
+    assert bytes(sent) == struct.pack("<2i", 3, 9)
+    assert classification(10).size.of(7) == 28
+
+
+@pytest.mark.parametrize(
+    ("task", "targets", "each"),
+    [
+        (SEGMENTATION, torch.tensor([[[0, 4], [-100, 1]]] * 2), 4),
+        (replace(SEGMENTATION, classes=200), torch.tensor([[[0, 199], [-100, 1]]] * 2), 8),
+        (replace(SEGMENTATION, classes=40_000), torch.tensor([[[0, 39_999], [-100, 1]]] * 2), 16),
+        (NUMBERS, torch.tensor([[1.5, -2.0, 0.0]] * 2), 12),
+        (OWN, SEVERAL, 8 + 1 + 4),
+    ],
+)
+def test_targets_of_any_form_are_restored(task: Task, targets: Any, each: int) -> None:
+    read, _ = task.read(message(task, targets))
+    pairs = [(read, targets)] if isinstance(read, Tensor) else [(read[name], targets[name]) for name in SEVERAL]
+    assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in pairs)
+    assert task.size.sample_bytes == each
+
+
+def test_what_a_batch_counts_travels_only_if_it_depends_on_the_targets() -> None:
+    assert [task.size.message_bytes for task in (classification(3), NUMBERS, OWN, SEGMENTATION)] == [0, 0, 0, 8]
+    weighted = classification(3, ClassLoss(weights=(1.0, 2.0, 4.0)))
+    assert weighted.count(torch.tensor([0, 2, 2])) == 9.0
+    _, count = weighted.read(message(weighted, torch.tensor([0, 2]), 9.0))
+    assert count == 9.0
+    assert NUMBERS.read(message(NUMBERS, torch.zeros(2, 3)))[1] == 4 * 3  # of the whole batch of four samples
+
+
+def test_a_batch_in_which_nothing_counts_has_no_loss() -> None:
+    nothing = torch.full((2, 2, 2), -100)
+    assert SEGMENTATION.count(nothing) == 1.0
+    assert SEGMENTATION.share(torch.randn(2, 5, 2, 2), nothing, 1.0) == 0.0
+
+
+FOUR = torch.zeros(2, 2, 2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("task", "targets", "count", "sentence"),
+    [
+        (SEGMENTATION, FOUR + 5, 8.0, "label 5, but the highest label is 4"),
+        (SEGMENTATION, FOUR - 1, 8.0, "label -1, but labels start at 0"),
+        (SEGMENTATION, FOUR, float("nan"), "counts nan"),
+        (SEGMENTATION, FOUR, float("inf"), "counts inf"),
+        (SEGMENTATION, FOUR, 0.0, "counts 0"),
+        (SEGMENTATION, FOUR, -8.0, "counts -8"),
+        (SEGMENTATION, FOUR, 7.9, "alone counts 8"),
+        (NUMBERS, torch.full((2, 3), float("nan")), 1.0, "infinite or not a number"),
+        (NUMBERS, torch.full((2, 3), 1e30), 1.0, "no training needs"),
+        (Task(ElementLoss("bce"), NUMBERS.form), torch.full((2, 3), 1.5), 1.0, "outside 0..1"),
+        (Task(ClassLoss(), NUMBERS.form), torch.full((2, 3), -0.5), 1.0, "no probabilities"),
+    ],
+)
+def test_hostile_targets_are_refused(task: Task, targets: Tensor, count: float, sentence: str) -> None:
+    with pytest.raises(ProtocolError, match=sentence):
+        task.read(message(task, targets, count))
+
+
+@pytest.mark.parametrize("size", [8, 15, 17, 2, 1000])
+def test_another_number_of_bytes_is_refused(size: int) -> None:
+    body = tensor_body(torch.zeros(2, 3), [memoryview(bytes(size))])
+    with pytest.raises(ProtocolError, match=r"bytes of targets for 2 samples.*same \[task\]"):
+        SEGMENTATION.read(Message(Kind.ACTIVATION, 1, 1, 1, 2, 4, body))
+
+
+def test_pieces_of_a_batch_cannot_count_more_than_the_batch() -> None:
+    """Otherwise a device could give its batch any weight, by saying that it counts little."""
+
+    def piece(count: float) -> Decoded:
+        return Decoded(torch.zeros(2, 5, 2, 2), FOUR, 6, count)
+
+    part = TorchServerPart(nn.Sequential(nn.Conv2d(5, 5, 1)), sgd(), task=SEGMENTATION)
+    part.forward(piece(16.0))
+    part.forward(piece(16.0))
+    with pytest.raises(ProtocolError, match="count 24 so far, but one says that all count 16"):
+        part.forward(piece(16.0))
+    part.discard()
+    part.forward(piece(16.0))
+    with pytest.raises(ProtocolError, match="one says that all count 20"):
+        part.forward(piece(20.0))
+    part.step()
+    part.forward(piece(20.0))
+
+
+@pytest.mark.parametrize(
+    ("network", "task", "sentence"),
+    [
+        (nn.Linear(4, 2), NUMBERS, r"to \(2, 2\), but their targets have \(2, 3\): change its last layer"),
+        (nn.Linear(4, 3), SEGMENTATION, r"to \(2, 3\), but 5 classes need \(2, 5, 2, 2\)"),
+        (nn.Linear(4, 2), classification(2, ClassLoss(weights=(1.0,))), "2 classes, but task.class_weights has 1"),
+        (nn.LSTM(4, 3), NUMBERS, "the model returns a tuple, but it must return one tensor"),
+        (
+            nn.Linear(4, 3),
+            Task(ClassLoss("next_token"), InputForm((TensorForm((7,), torch.int64),)), 9),
+            "9 classes need",
+        ),
+    ],
+)
+def test_a_network_that_does_not_fit_its_task_is_refused(network: nn.Module, task: Task, sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        check_fits(network, (4,), task)
+
+
+def test_an_output_with_one_number_fits_targets_without_a_dimension_for_it() -> None:
+    for shape in ((), (1,)):
+        check_fits(nn.Linear(4, 1), (4,), Task(ElementLoss("mse"), InputForm((TensorForm(shape),))))
+    one = Task(ElementLoss("mse"), InputForm((TensorForm(()),)))
+    output, targets = torch.tensor([[1.0], [2.0]]), torch.tensor([3.0, 5.0])
+    assert one.share(output, targets, 2.0) == F.mse_loss(output[:, 0], targets)
+
+
+def test_bytes_are_classes_too() -> None:
+    mask = torch.tensor([[[0, 156], [1, 2]]], dtype=torch.uint8)  # 156 has the bits of -100
+    assert target_form(mask) == PIXELS
+    assert ClassLoss().count(mask) == 4.0
+    assert target_form(torch.tensor([1, 2], dtype=torch.int32)) == ONE_LABEL
