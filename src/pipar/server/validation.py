@@ -65,7 +65,7 @@ class Validation:
             work = Work("validate", epoch, samples=samples)
             await self._background.run((work, partial(evaluate, batch)))
         scores = evaluate.scores()
-        if self._best is not None:
+        if self._best is not None and scores.loss is not None:
             await self._background.run((copy, partial(self._best.offer, epoch, scores.loss, model)))
         self._results.add_validation(epoch, scores)
 
