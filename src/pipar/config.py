@@ -257,7 +257,7 @@ class TaskSection(_Section):
     @model_validator(mode="after")
     def _fits_loss(self) -> TaskSection:
         for key, losses in _LOSSES_WITH.items():
-            if key in self.model_fields_set and getattr(self, key) is not None and self.loss not in losses:
+            if getattr(self, key) != type(self).model_fields[key].default and self.loss not in losses:
                 raise ValueError(
                     f"task.{key} is for the loss {' and '.join(losses)}, but task.loss is '{self.loss}': leave it out"
                 )

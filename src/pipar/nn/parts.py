@@ -468,8 +468,8 @@ class TorchServerPart(Part):
         self.loss_sum += loss.item() * batch_samples
         return activation, loss
 
-    def step(self) -> None:
-        super().step()
+    def step(self, at: StepCount = FIRST_STEP) -> None:
+        super().step(at)
         self._counted = _BatchCount()
 
     def _loss(self, activation: Activation, targets: Targets, count: float) -> torch.Tensor:
