@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
