@@ -39,13 +39,13 @@ $(BROWSER): $(DEVELOPING)
 test: $(DEVELOPING) $(BROWSER)  ## everything: format, lint, types, all tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 	$(BIN)/pytest -n 3 --dist worksteal
 
 check: $(DEVELOPING)  ## format, lint, types, package rules and the fast tests, in under a minute
 	$(BIN)/ruff format .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
 docs: $(DEVELOPING)  ## the documentation as a site, in site/

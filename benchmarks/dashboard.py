@@ -39,7 +39,7 @@ from pipar.job.profiles import measured_profile
 from pipar.job.workload import Workload
 from pipar.launch.assemble import run_device
 from pipar.transport.backoff import Backoff
-from pipar.transport.grpc import connect
+from pipar.transport.grpc_connect import connect
 from pipar.transport.reconnect import Reconnector
 
 DEVICES, EPOCHS, TURNS, HANGING = 20, 4, 5, 8

@@ -31,7 +31,7 @@ from pipar.job.workload import Workload
 from pipar.launch.assemble import run_device
 from pipar.links import Link
 from pipar.transport.backoff import Backoff
-from pipar.transport.grpc import connect
+from pipar.transport.grpc_connect import connect
 from pipar.transport.reconnect import Reconnector
 
 DEVICES, FIRST = 200, 50

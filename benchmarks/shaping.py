@@ -24,7 +24,7 @@ _RATES_MBIT = (10, 25)
 _OURS = """
 import asyncio, sys, time
 from pipar.transport.channel import Channel
-from pipar.transport.grpc import Listener, connect
+from pipar.transport.grpc_listener import Listener, connect
 from pipar.wire.messages import Body, Kind, Message
 from pipar.execution.spans import Recorder
 rate, size = float(sys.argv[1]) * 1e6, int(sys.argv[2])

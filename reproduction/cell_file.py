@@ -16,7 +16,7 @@ from typing import Any
 
 from pipar.config_file import config_from, dump_config
 from pipar.errors import InputError
-from pipar.storage.run_folder import strict_json
+from pipar.storage.run_json import strict_json
 from pipar.storage.whole_files import write_atomically
 from reproduction.experiment import Outcome
 

@@ -28,7 +28,7 @@ from pipar.planner.search import search_kinds, search_plans
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.stage_times import lane_s
 from pipar.planner.timing import steady_epoch_s
-from pipar.storage.run_folder import plan_from_json
+from pipar.storage.run_json import plan_from_json
 from pipar.wording import plans_text
 from reproduction.plan_scores import PlansToScore, score_plans
 from reproduction.replanning_cost import replanning_cost

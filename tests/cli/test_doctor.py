@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipar.cli import doctor_checks, main
-from pipar.cli.doctor_checks import EXTRAS, Finding, Limits, TorchFacts
+from pipar.cli import doctor_checks, machine_limits, main
+from pipar.cli.doctor_checks import EXTRAS, Finding, TorchFacts
+from pipar.cli.machine_limits import Limits
 from pipar.config import Config
 from pipar.config_file import config_from
 from pipar.data.catalog import known_datasets
@@ -80,7 +81,7 @@ def test_limits_of_control_groups_of_version_2(tmp_path: Path, files: dict[str, 
     root = _group(tmp_path / "cgroup", **files)
     own = tmp_path / "own"
     own.write_text("0::/\n", "utf-8")
-    assert doctor_checks.limits(root, own) == found
+    assert machine_limits.limits(root, own) == found
 
 
 def test_the_tightest_limit_of_a_group_and_its_parents_counts(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_the_tightest_limit_of_a_group_and_its_parents_counts(tmp_path: Path) ->
     _group(root / "slice" / "job", cpu__max="300000 100000", memory__max=str(4 * GIB), memory__current="0")
     own = tmp_path / "own"
     own.write_text("0::/slice/job\n", "utf-8")
-    assert doctor_checks.limits(root, own) == Limits(1.0, GIB, 0)
+    assert machine_limits.limits(root, own) == Limits(1.0, GIB, 0)
 
 
 def test_limits_of_control_groups_of_version_1(tmp_path: Path) -> None:
@@ -99,11 +100,11 @@ def test_limits_of_control_groups_of_version_1(tmp_path: Path) -> None:
     _group(root / "memory" / "job", **{"memory__limit_in_bytes": str(GIB), "memory__usage_in_bytes": "1"})
     own = tmp_path / "own"
     own.write_text("4:memory:/job\n1:cpu:/job\n", "utf-8")
-    assert doctor_checks.limits(root, own) == Limits(0.5, GIB, 1)
+    assert machine_limits.limits(root, own) == Limits(0.5, GIB, 1)
 
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
-    assert doctor_checks.limits(tmp_path / "none", tmp_path / "neither") == Limits()
+    assert machine_limits.limits(tmp_path / "none", tmp_path / "neither") == Limits()
 
 
 def test_a_limit_on_cores_gets_advice() -> None:
@@ -131,8 +132,8 @@ def test_memory_must_hold_a_process_and_should_hold_several(available: int | Non
 
 def test_available_memory_is_read_from_the_system(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:     1024 kB\n", "utf-8")
-    assert doctor_checks.available_memory(tmp_path / "meminfo") == 2**20
-    assert doctor_checks.available_memory(tmp_path / "none") is None
+    assert machine_limits.available_memory(tmp_path / "meminfo") == 2**20
+    assert machine_limits.available_memory(tmp_path / "none") is None
 
 
 def test_a_missing_folder_is_judged_by_its_parent(tmp_path: Path) -> None:

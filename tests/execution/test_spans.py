@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipar.errors import ProtocolError
 from pipar.execution.spans import (
     WORK_KINDS,
+    ChromeEvents,
     Clock,
     EpochTrace,
     Recorder,
@@ -21,12 +22,15 @@ from pipar.execution.spans import (
     Totals,
     busy_s,
     by_lane,
-    chrome_events,
     excerpt,
     pack_trace,
     uncovered_s,
     unpack_trace,
 )
+
+
+def events_of(spans: list[Span], origin: float = 0.0) -> list[dict[str, object]]:
+    return list(ChromeEvents().events(spans, origin))
 
 
 def span(start: float, end: float, *, kind: str = "fc", owner: str = "pi", lane: str = "compute", n: int = 1) -> Span:
@@ -190,7 +194,7 @@ def test_any_damage_gives_a_trace_or_a_protocol_error(found: list[Span], data: s
         trace = unpack_trace(bytes(packed[: data.draw(st.integers(0, len(packed)))]), owner="pi")
     except ProtocolError:
         return
-    json.dumps(chrome_events(trace.spans), allow_nan=False)
+    json.dumps(events_of(trace.spans), allow_nan=False)
 
 
 # --- Chrome events
@@ -223,14 +227,14 @@ def test_spans_become_chrome_events_with_the_server_first_and_one_track_per_lane
         replace(core, kind="u", start=10.0, end=11.5, waiting=True),
         span(10.0, 11.0),
     ]
-    assert chrome_events(found, origin=10.0) == json.loads(GOLDEN_EVENTS)
+    assert events_of(found, origin=10.0) == json.loads(GOLDEN_EVENTS)
 
 
 @pytest.mark.slow
 @settings(max_examples=50)
 @given(st.lists(spans, max_size=20))
 def test_every_span_is_one_event_and_a_track_holds_one_lane(found: list[Span]) -> None:
-    events = chrome_events(found)
+    events = events_of(found)
     drawn = [event for event in events if event["ph"] == "X"]
     assert len(drawn) == len(found)
     lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}

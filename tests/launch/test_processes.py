@@ -31,7 +31,7 @@ from pipar.launch.processes import plans_for_profiles
 from pipar.methods import Plan
 from pipar.profiling.profile import Profile
 from pipar.transport.credentials import new_token
-from pipar.transport.grpc import connect
+from pipar.transport.grpc_connect import connect
 from pipar.transport.tls import DeviceSecurity
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("measured_at_once")]

@@ -59,7 +59,8 @@ from pipar.events import (
     Welcomed,
     tell_all,
 )
-from pipar.monitoring.logs import EventDescriber, LogFormat, log_observer, logged
+from pipar.monitoring.event_text import EventDescriber
+from pipar.monitoring.logs import LogFormat, log_observer, logged
 
 STARTED = Started(
     folder="runs/x",

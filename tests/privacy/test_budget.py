@@ -37,7 +37,7 @@ from pipar.events import BudgetSpent, Dropped, Event, Lost, RoundOver, Trained
 from pipar.execution.spans import UPLINK
 from pipar.launch.run import with_method
 from pipar.methods import Plan
-from pipar.monitoring.logs import EventDescriber
+from pipar.monitoring.event_text import EventDescriber
 from pipar.privacy import accounting
 from pipar.privacy.accounting import budget, cost, epsilon_after
 from pipar.privacy.budget import (

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipar.errors import ConfigError
-from pipar.profiling.profile import FORMAT, CodingTimes, LayerProfile, NetworkSizes, Profile, check_network
+from pipar.profiling.comparison import NetworkSizes, check_network
+from pipar.profiling.profile import FORMAT, CodingTimes, LayerProfile, Profile
 
 PROFILE = Profile(
     model="vgg5",

@@ -17,7 +17,7 @@ from pipar.report.critical_path import Window, critical_path
 from pipar.report.page import render
 from pipar.report.record import RunRecord
 from pipar.report.timeline import EpochTrace, epoch_timeline, iteration_timeline
-from pipar.storage.run_folder import strict_json
+from pipar.storage.run_json import strict_json
 
 
 def events_of(folder: Path) -> set[tuple[Any, ...]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipar.errors import InputError
-from pipar.execution.spans import Span, chrome_events
+from pipar.execution.spans import ChromeEvents, Span
 from pipar.report.record import RunRecord, shown_epoch
 from pipar.storage.trace_file import TraceFile
 
@@ -27,7 +27,7 @@ def test_spans_are_read_back_unchanged(folder: Path) -> None:
         Span("server", "core 1", "fs", 1, 2, 3, 3.0, 4.0, device="device-1"),
         Span("server", "core 1", "aggregate", 1, 0, 0, 4.0, 4.125),
     ]
-    (folder / "trace.json").write_text(json.dumps({"traceEvents": chrome_events(spans)}))
+    (folder / "trace.json").write_text(json.dumps({"traceEvents": list(ChromeEvents().events(spans, 0.0))}))
     assert sorted(RunRecord.read(folder).spans, key=lambda span: span.start) == spans
 
 

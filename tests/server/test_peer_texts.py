@@ -16,7 +16,7 @@ from pipar.events import Lost, ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import UPLINK, Recorder
 from pipar.launch.sizes_only import SizesOnlySamples
-from pipar.monitoring.logs import EventDescriber
+from pipar.monitoring.event_text import EventDescriber
 from pipar.server.session import fault
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import memory_pair

@@ -20,14 +20,8 @@ from pipar.execution.spans import Span
 from pipar.profiling.cache import machine_fingerprint
 from pipar.storage.checkpoint import Checkpoint
 from pipar.storage.packed_rows import PackedRows
-from pipar.storage.run_folder import (
-    RunFolder,
-    new_folder,
-    refuse_to_replace_result,
-    run_name,
-    signals_deferred,
-    versions,
-)
+from pipar.storage.run_folder import RunFolder, signals_deferred, versions
+from pipar.storage.run_names import new_folder, refuse_to_replace_result, run_name
 from pipar.storage.whole_files import write_atomically
 from pipar.wire.messages import EMPTY, Body
 

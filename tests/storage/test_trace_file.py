@@ -16,7 +16,7 @@ from support.hand_made_job import job
 from support.waiting import PATIENCE_S
 
 from pipar.events import EpochResult, Event, SaveFailed
-from pipar.execution.spans import Span, chrome_events
+from pipar.execution.spans import ChromeEvents, Span
 from pipar.report.record import spans_of
 from pipar.storage import trace_file
 from pipar.storage.run_folder import RunFolder
@@ -44,7 +44,7 @@ def test_one_epoch_has_the_events_of_its_spans(tmp_path: Path) -> None:
     trace.add(epoch(1))
     assert not (tmp_path / "trace.json").exists()
     trace.finish()
-    assert read(tmp_path / "trace.json") == {"traceEvents": chrome_events(epoch(1), origin=10.0)}
+    assert read(tmp_path / "trace.json") == {"traceEvents": list(ChromeEvents().events(epoch(1), 10.0))}
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 

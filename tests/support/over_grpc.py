@@ -17,7 +17,8 @@ from pipar.job.model_setup import make_learner, part_builder
 from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.planner.replanner import Replan
 from pipar.server.enrolment import ClosedEnrolment
-from pipar.transport.grpc import Listener, connect
+from pipar.transport.grpc_connect import connect
+from pipar.transport.grpc_listener import Listener
 from pipar.transport.limits import Keepalive
 from support.training import Case, Trained, make_job
 from support.waiting import PATIENCE_S

@@ -15,7 +15,8 @@ from pipar.errors import LinkError
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.transport.channel import Channel
-from pipar.transport.grpc import Listener, connect
+from pipar.transport.grpc_connect import connect
+from pipar.transport.grpc_listener import Listener
 from pipar.transport.in_memory import memory_pair
 from pipar.transport.interface import Transport
 from pipar.wire.frames import cut_message

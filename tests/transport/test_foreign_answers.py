@@ -15,7 +15,8 @@ from support.strangers import ANSWERS, stranger
 from support.waiting import PATIENCE_S
 
 from pipar.errors import CredentialError, DeviceRefusedError, LinkError
-from pipar.transport.grpc import Listener, connect
+from pipar.transport.grpc_connect import connect
+from pipar.transport.grpc_listener import Listener
 from pipar.transport.interface import Transport
 from pipar.transport.tls import DeviceSecurity, ServerSecurity
 

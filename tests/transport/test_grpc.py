@@ -15,7 +15,8 @@ from support.waiting import PATIENCE_S
 from pipar.errors import InputError, LinkError, ProtocolError
 from pipar.execution.spans import Recorder
 from pipar.transport.channel import Channel
-from pipar.transport.grpc import Listener, connect
+from pipar.transport.grpc_connect import connect
+from pipar.transport.grpc_listener import Listener
 from pipar.transport.interface import Transport
 from pipar.wire.frames import cut_message, pack_frame
 from pipar.wire.messages import Kind, Message
@@ -157,7 +158,7 @@ async def _stop_with_a_watcher(number: int) -> None:
 
 def _with_short_grace(program: Callable[[int], Awaitable[None]], number: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipar.transport.grpc._GRACE_S", 0.05)
+        patch.setattr("pipar.transport.grpc_listener._GRACE_S", 0.05)
         asyncio.run(program(number))
 
 

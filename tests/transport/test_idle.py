@@ -20,7 +20,8 @@ import pipar
 from pipar.config import Config
 from pipar.errors import LinkError, PiparError
 from pipar.events import Away, Event, Lost, Refused, RoundOver
-from pipar.transport.grpc import Listener, connect
+from pipar.transport.grpc_connect import connect
+from pipar.transport.grpc_listener import Listener
 from pipar.transport.interface import Transport
 from pipar.transport.limits import Keepalive, Limits
 from pipar.wire.frames import cut_message

@@ -17,7 +17,8 @@ from support.waiting import PATIENCE_S
 
 from pipar.errors import CredentialError, LinkError, ProtocolError
 from pipar.transport.backoff import Backoff
-from pipar.transport.grpc import Listener, connect
+from pipar.transport.grpc_connect import connect
+from pipar.transport.grpc_listener import Listener
 from pipar.transport.interface import Transport
 from pipar.transport.limits import Keepalive, Limits, RateLimit, TokenBucket
 from pipar.transport.tls import ServerSecurity

@@ -8,7 +8,7 @@ import resource
 import pytest
 
 from pipar.transport import open_files
-from pipar.transport.grpc import Listener
+from pipar.transport.grpc_listener import Listener
 from pipar.transport.interface import Transport
 from pipar.transport.limits import Limits
 

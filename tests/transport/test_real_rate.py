@@ -17,7 +17,8 @@ from support.waiting import PATIENCE_S, until
 
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.transport.channel import Channel
-from pipar.transport.grpc import Listener, connect
+from pipar.transport.grpc_connect import connect
+from pipar.transport.grpc_listener import Listener
 from pipar.transport.interface import Transport
 from pipar.transport.rate_estimate import estimate_traffic, read_frame_times
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json

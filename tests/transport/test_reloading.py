@@ -14,7 +14,8 @@ from support.waiting import PATIENCE_S
 
 from pipar.errors import CredentialError, InputError, LinkError
 from pipar.transport.credentials import add_token, remove_token
-from pipar.transport.grpc import Listener, connect
+from pipar.transport.grpc_connect import connect
+from pipar.transport.grpc_listener import Listener
 from pipar.transport.interface import Transport
 from pipar.transport.reloading import ChangedFiles, FreshMaterial, Notices, change_text, reread_text
 from pipar.transport.tls import DeviceSecurity, Material, ServerSecurity, server_material

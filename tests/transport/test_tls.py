@@ -21,7 +21,8 @@ from pipar.errors import CredentialError, InputError, LinkError, ProtocolError
 from pipar.transport import certificates
 from pipar.transport.authenticator import Authenticator
 from pipar.transport.credentials import add_serials, add_token
-from pipar.transport.grpc import Listener, connect
+from pipar.transport.grpc_connect import connect
+from pipar.transport.grpc_listener import Listener
 from pipar.transport.interface import Transport
 from pipar.transport.reloading import Notices
 from pipar.transport.tls import DeviceSecurity, ServerSecurity, check_device, check_server, is_loopback

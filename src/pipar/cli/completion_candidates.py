@@ -12,7 +12,7 @@ from pipar.aggregator_settings import AGGREGATORS
 from pipar.config import Config, DeviceSection
 from pipar.links import NAMED_LINKS
 from pipar.profiling.machines import MACHINES
-from pipar.storage.run_folder import runs_folder
+from pipar.storage.run_names import runs_folder
 
 #: Returns candidates from the command so far, the parameter, and the typed part of its value.
 Complete = Callable[[click.Context, click.Parameter, str], list[str]]

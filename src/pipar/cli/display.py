@@ -34,7 +34,7 @@ from pipar.events import (
     TrackerFailed,
 )
 from pipar.methods import METHODS, Plan
-from pipar.monitoring.logs import not_kept_text, refused_text, starting_text
+from pipar.monitoring.event_text import not_kept_text, refused_text, starting_text
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
 from pipar.wording import equivalence, equivalence_text, plans_text
 

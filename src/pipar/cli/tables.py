@@ -18,7 +18,7 @@ from pipar.config import Config
 from pipar.events import EpochResult
 from pipar.leakage.table import as_rows, how_lines, last_line
 from pipar.methods import Plan
-from pipar.storage.run_folder import plan_from_json
+from pipar.storage.run_json import plan_from_json
 from pipar.units import format_bytes, format_percent
 from pipar.wording import equivalence_text, privacy_text, range_text, setting_text
 

@@ -23,7 +23,7 @@ from pipar.dashboard.feed import Feed
 from pipar.dashboard.history import History
 from pipar.dashboard.state import LiveState
 from pipar.events import Event, Progress, Stopping
-from pipar.storage.run_folder import strict_json
+from pipar.storage.run_json import strict_json
 from pipar.transport.addresses import listen_on
 
 THREAD = "dashboard"

@@ -33,9 +33,10 @@ from pipar.events import (
 )
 from pipar.execution.spans import COMPUTE, SERVER, UPLINK
 from pipar.methods import METHODS, Plan
-from pipar.monitoring.logs import EventDescriber, level_of
+from pipar.monitoring.event_text import EventDescriber
+from pipar.monitoring.logs import level_of
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
-from pipar.storage.run_folder import strict_json
+from pipar.storage.run_json import strict_json
 
 #: More rows would be hard to read, and costly to send several times a second.
 MOST_ROWS = 100

@@ -363,11 +363,6 @@ class ChromeEvents:
         return is_new
 
 
-def chrome_events(spans: Iterable[Span], origin: float = 0.0) -> list[dict[str, Any]]:
-    """Return the Chrome trace events of all spans."""
-    return list(ChromeEvents().events(spans, origin))
-
-
 def _event(span: Span, process: int, track: int, origin: float) -> dict[str, Any]:
     args: dict[str, Any] = {"epoch": span.epoch, "iteration": span.iteration, "micro_batch": span.micro_batch}
     if span.device:

@@ -18,6 +18,7 @@ from pipar.planner.costs import Costs
 from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.privacy.budget import PrivacyGuard, PrivacyLimits, UpdateNoise, choose_noise
 from pipar.profiling.cache import usable_cores
+from pipar.profiling.comparison import are_alike
 from pipar.profiling.profile import Profile
 from pipar.wire.messages import LABELS, TargetSize
 from pipar.wire.orders import Orders
@@ -305,4 +306,4 @@ def shared_costs(*, merge: bool = False) -> Callable[[Profile, float], Costs]:
 
 
 def _are_same(one: Profile, other: Profile, merge: bool) -> bool:
-    return one.is_about(other) if merge else one == other
+    return are_alike(one, other) if merge else one == other

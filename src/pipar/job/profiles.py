@@ -17,6 +17,7 @@ from pipar.events import Observer, Preparing, ignore
 from pipar.nn.cut_list import CutList
 from pipar.optimizer_settings import OWN, step_cost
 from pipar.profiling.cache import find_profile, keep_profile
+from pipar.profiling.comparison import check_network
 from pipar.profiling.machines import MACHINES, machine_profile
 from pipar.profiling.memory import largest_prefix
 from pipar.profiling.operation_counts import (
@@ -27,7 +28,7 @@ from pipar.profiling.operation_counts import (
     network_sizes,
     rectified_at,
 )
-from pipar.profiling.profile import LayerProfile, Profile, check_network
+from pipar.profiling.profile import LayerProfile, Profile
 
 if TYPE_CHECKING:
     from torch import nn

@@ -35,7 +35,7 @@ from pipar.privacy.budget_file import BudgetFile, locked
 from pipar.profiling.profile import Profile
 from pipar.transport.backoff import Backoff
 from pipar.transport.expiry import announce_expiry, expiring_files
-from pipar.transport.grpc import connect
+from pipar.transport.grpc_connect import connect
 from pipar.transport.interface import Transport
 from pipar.transport.limits import Keepalive
 from pipar.transport.reconnect import PatientDialer, Reconnector

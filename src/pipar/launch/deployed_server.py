@@ -15,17 +15,7 @@ from typing import Any
 
 from pipar.config import Config
 from pipar.errors import PlanError, StorageError, describe
-from pipar.events import (
-    Barred,
-    Expiring,
-    Listening,
-    Observer,
-    Reloaded,
-    ReloadFailed,
-    Resumed,
-    SaveFailed,
-    Stopping,
-)
+from pipar.events import Barred, Expiring, Listening, Observer, Reloaded, ReloadFailed, Resumed, SaveFailed, Stopping
 from pipar.execution.lanes import Lanes, ThreadLanes
 from pipar.execution.spans import SERVER, Recorder
 from pipar.job.job import Job
@@ -64,20 +54,13 @@ from pipar.server.program import Server
 from pipar.storage.audit_log import AuditLog
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refuse_to_overwrite
 from pipar.storage.checkpoint_writer import CheckpointWriter
-from pipar.storage.run_folder import (
-    RunFolder,
-    refuse_to_replace_result,
-    run_name,
-    runs_folder,
-    save_result,
-    signals_deferred,
-    without_signals,
-)
+from pipar.storage.run_folder import RunFolder, save_result, signals_deferred, without_signals
 from pipar.storage.run_lock import folder_locked
+from pipar.storage.run_names import refuse_to_replace_result, run_name, runs_folder
 from pipar.transport import open_files
 from pipar.transport.addresses import check_listening
 from pipar.transport.expiry import announce_expiry, expiring
-from pipar.transport.grpc import Listener
+from pipar.transport.grpc_listener import Listener
 from pipar.transport.interface import Transport
 from pipar.transport.limits import Keepalive, Limits
 from pipar.transport.reloading import Notices

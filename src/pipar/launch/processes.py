@@ -122,7 +122,9 @@ def _server_process(sender: EventSender, job: Job, own: UserObjects, task: _Serv
 
 
 async def _serve(job: Job, setup: ServerSetup, tokens: Tokens) -> None:
-    from pipar.transport.grpc import Listener  # the fork server must not import grpc, which does not survive a fork
+    from pipar.transport.grpc_listener import (
+        Listener,  # the fork server must not import grpc, which does not survive a fork
+    )
 
     search_process = SearchProcess()
     server = assemble_server(job, replace(setup, search=search_process))
@@ -152,7 +154,7 @@ def _device_process(sender: EventSender, job: Job, own: UserObjects, name: str, 
 
 
 async def _train_device(job: Job, workload: Workload, name: str, place: _Place, observe: Observer) -> None:
-    from pipar.transport.grpc import connect  # not before the fork, either
+    from pipar.transport.grpc_connect import connect
 
     speed = next(spec.speed for spec in job.specs if spec.name == name)
     samples, build = workload.keep_only_shard(name), part_builder(workload, name)

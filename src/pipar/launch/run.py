@@ -27,8 +27,9 @@ from pipar.monitoring.tracker_threads import tracked
 from pipar.recording.recorder import check_can_record, recorded
 from pipar.server.allow_list import AllowList
 from pipar.storage.result import Result
-from pipar.storage.run_folder import RunFolder, new_folder, remove_if_no_epochs, run_name, save_result, without_signals
+from pipar.storage.run_folder import RunFolder, save_result, without_signals
 from pipar.storage.run_lock import folder_locked
+from pipar.storage.run_names import new_folder, remove_if_no_epochs, run_name
 from pipar.wording import guess_text, ruled_out_text
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Reading order:
 
-- `profile`: the record, with times, sizes and memory of each layer
+- `profile`: the record, with times, sizes and memory of each layer; `comparison` (whether it is of a network)
 - `measure`: measures a profile on this machine; `measurement_task` (what to measure), `layer_times`, `overheads` (the
   work around the layers), `coding_costs` (encodings), `contention` (all cores at the same time), `repeated_timing` (its
   clock)
@@ -11,5 +11,5 @@ Reading order:
   `operation_counter` counts
 - `memory`: what a plan needs
 
-`cache`, `machines`, `memory`, `operation_counts`, `profile` and `repeated_timing` do not import torch.
+`cache`, `comparison`, `machines`, `memory`, `operation_counts`, `profile` and `repeated_timing` do not import torch.
 """

@@ -14,7 +14,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from pipar.profiling.profile import NetworkSizes, item_bytes
+from pipar.profiling.comparison import NetworkSizes
+from pipar.profiling.profile import item_bytes
 
 #: Networks are counted with these two numbers of classes; counts for all others lie on the line between them.
 FEW_CLASSES, MANY_CLASSES = 2, 1002

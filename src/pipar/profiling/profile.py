@@ -15,8 +15,6 @@ from pipar.wire.encodings import chunk_bytes, chunk_sizes
 
 #: Written into every file; a file of another format is refused.
 FORMAT = 10
-#: Two measurements of one machine differ by up to this share.
-_SCATTER = 0.1
 #: No machine that trains exceeds these. Sums and products of larger numbers might overflow.
 LONGEST_S = 1e6
 _MOST_COUNTED = 10**15
@@ -157,19 +155,6 @@ class Profile:
         """True if every layer of the network is here."""
         return self.network_layers == len(self.layers)
 
-    def is_about(self, other: Profile) -> bool:
-        """Return whether the other is of the same network on a machine as fast, up to the scatter of measurements."""
-        if self == other:
-            return True
-        if NetworkSizes.of(self) != NetworkSizes.of(other) or self.batch_sizes != other.batch_sizes:
-            return False
-        ours, theirs = self._pass_s(), other._pass_s()
-        return all(abs(a - b) <= _SCATTER * max(a, b) for a, b in zip(ours, theirs, strict=True))
-
-    def _pass_s(self) -> list[float]:
-        layers = self.layers
-        return [sum(layer.forward_s[n] + layer.backward_s[n] for layer in layers) for n in range(len(self.batch_sizes))]
-
     @property
     def frozen_layers(self) -> int:
         """How many layers are before the first trained one: a device with only these has nothing to train."""
@@ -261,63 +246,6 @@ class Profile:
             for name, times in object_of(values["coding"], "coding").items()
         }
         return cls(**{**values, "layers": layers, "coding": coding, **lists})
-
-
-@dataclass(frozen=True)
-class NetworkSizes:
-    """A network on any machine: the names of its layers, one sample's output bytes, parameter bytes."""
-
-    model: str
-    dtype: str
-    names: tuple[str, ...]
-    output_bytes: tuple[int, ...]
-    parameter_bytes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, profile: Profile) -> NetworkSizes:
-        """Return the sizes in a profile of the whole network."""
-        layers = profile.layers
-        return cls(
-            profile.model,
-            profile.dtype,
-            names=tuple(layer.name for layer in layers),
-            output_bytes=tuple(layer.output_bytes for layer in layers),
-            parameter_bytes=tuple(layer.parameter_bytes for layer in layers),
-        )
-
-
-def check_network(profile: Profile, network: NetworkSizes, source: str) -> Profile:
-    """Return the profile if it is one of this network, or of its first layers and says so; else raise ConfigError.
-
-    `source` is where the profile comes from.
-    """
-    problem = _difference(profile, network)
-    if problem:
-        raise ConfigError(f"The profile {source} is of {profile.model} {problem}: write another with 'pipar profile'.")
-    return profile
-
-
-def _difference(profile: Profile, network: NetworkSizes) -> str | None:
-    """Return how a profile's network differs from the given one; None if it does not."""
-    here, all_layers = len(profile.layers), len(network.names)
-    if profile.network_layers != all_layers:
-        return f"with {profile.network_layers} layers, but {network.model} has {all_layers}"
-    if profile.dtype != network.dtype:
-        return f"in {profile.dtype}, but {network.model} is trained in {network.dtype}"
-    names = tuple(layer.name for layer in profile.layers)
-    if names != network.names[:here]:
-        number = next(n for n in range(here) if names[n] != network.names[n])
-        return (
-            f"whose layer {number + 1} is '{names[number]}', but that of {network.model} is '{network.names[number]}'"
-        )
-    for number, layer in enumerate(profile.layers, start=1):
-        for key, wanted in (("output_bytes", network.output_bytes), ("parameter_bytes", network.parameter_bytes)):
-            if getattr(layer, key) != wanted[number - 1]:
-                return (
-                    f"with {getattr(layer, key)} {key} in layer {number} '{layer.name}', but {network.model} has "
-                    f"{wanted[number - 1]} there (other inputs, classes or normalisation)"
-                )
-    return None
 
 
 _CODED = (*encodings.CODED, "changes")

@@ -11,7 +11,7 @@ from typing import Any
 from pipar import events
 from pipar.errors import InputError
 from pipar.execution.spans import Span, by_lane
-from pipar.monitoring.logs import EventDescriber
+from pipar.monitoring.event_text import EventDescriber
 from pipar.recording.flight import Flight, RecordedEvent, RecordedRound
 
 #: Events up to this long before and after a moment are shown.

@@ -14,7 +14,7 @@ from pipar.methods import METHODS, Plan
 from pipar.planner.timing import LANES
 from pipar.report.record import RunRecord, configured, shown_epoch
 from pipar.report.timeline import MOST_SPANS, EpochTrace, epoch_timeline, iteration_timeline
-from pipar.storage.run_folder import plan_from_json
+from pipar.storage.run_json import plan_from_json
 from pipar.wording import equivalence_text, link_text, plans_text, privacy_text, setting_text
 
 #: Devices whose lanes are drawn: in the report of one run, and per run in a comparison.

@@ -16,7 +16,7 @@ from pipar.config_file import config_from
 from pipar.errors import InputError
 from pipar.execution.spans import Span
 from pipar.methods import METHODS, Plan, plans_as_json
-from pipar.storage.run_folder import read_rows
+from pipar.storage.run_json import read_rows
 from pipar.storage.trace_file import HEAD
 
 _PLAN_NUMBERS = ("split_point", "micro_batches")

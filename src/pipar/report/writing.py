@@ -15,12 +15,8 @@ from pipar.report.content import content
 from pipar.report.page import render
 from pipar.report.record import RunRecord
 from pipar.report.what_if import what_if
-from pipar.storage.run_folder import (
-    comparison_name,
-    new_folder,
-    plan_from_json,
-    strict_json,
-)
+from pipar.storage.run_json import plan_from_json, strict_json
+from pipar.storage.run_names import comparison_name, new_folder
 from pipar.storage.whole_files import write_atomically
 
 REPORT = "report.html"

@@ -11,7 +11,8 @@ from typing import Any
 from pipar.errors import ConfigError, ProtocolError, peer_text
 from pipar.json_records import is_number, is_whole
 from pipar.privacy.budget import BudgetUse
-from pipar.profiling.profile import NetworkSizes, Profile, check_network
+from pipar.profiling.comparison import NetworkSizes, check_network
+from pipar.profiling.profile import Profile
 from pipar.transport.rate_estimate import FrameTimes, read_frame_times, read_traffic
 from pipar.transport.shaping import Traffic
 from pipar.wire.messages import Kind, Message, read_json

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipar.config import Config
 from pipar.config_file import dump_config
-from pipar.errors import InputError, StorageError
+from pipar.errors import StorageError
 from pipar.events import (
     BudgetSpent,
     EpochResult,
@@ -41,6 +38,7 @@ from pipar.storage.best_model import BestModel
 from pipar.storage.checkpoint import Checkpoint
 from pipar.storage.epoch_log import EpochLog
 from pipar.storage.packed_rows import PackedRows
+from pipar.storage.run_json import read_rows, replan_as_json, strict_json
 from pipar.storage.trace_file import TraceFile
 from pipar.storage.whole_files import (
     PRIVATE,
@@ -55,53 +53,6 @@ from pipar.wording import equivalence
 
 _VERSIONED = ("pipar", "torch", "numpy", "grpcio")
 _LAST_MODEL = "model-last.safetensors"
-
-
-def runs_folder() -> Path:
-    """Return the folder of all runs: $PIPAR_RUNS, or `runs` in the current directory."""
-    return Path(os.environ.get("PIPAR_RUNS", "runs"))
-
-
-def new_folder(name: str) -> Path:
-    """Make and return a folder of this name for a new run; a number is appended if the name is taken."""
-    parent, number = runs_folder(), 1
-    while True:
-        folder = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise cannot_make_folder(folder, error) from None
-        else:
-            return folder
-
-
-def cannot_make_folder(folder: Path, error: OSError) -> InputError:
-    """Return the error to raise when a run's folder cannot be made."""
-    return InputError(
-        f"Cannot make the run's folder {folder}: {error.strerror}. Set PIPAR_RUNS to a folder that can be written."
-    )
-
-
-def refuse_to_replace_result(folder: Path) -> None:
-    """Raise InputError if a folder has the result of a training, which a new training would replace."""
-    advice = "give another run.name, or move the folder away."
-    try:
-        rounds = len(json.loads((folder / "result.json").read_text("utf-8"))["rounds"])
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, LookupError, TypeError):
-        raise InputError(f"{folder} has a result.json that cannot be read: {advice}") from None
-    if rounds:
-        text = f"{rounds} round{'s' if rounds > 1 else ''}"
-        raise InputError(f"{folder} has the result of a training of {text} and no checkpoint to resume from: {advice}")
-
-
-def remove_if_no_epochs(folder: Path) -> None:
-    """Remove the folder of a run that has not finished a single epoch."""
-    if not (folder / "metrics.jsonl").exists():
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -457,52 +408,5 @@ def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         write_atomically(path, content, mode=PRIVATE)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl or rounds.jsonl, without a last one that is still being written."""
-    try:
-        lines = path.read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    rows = []
-    for line in lines:
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("epoch"), int)]
-
-
-def plan_from_json(entry: Mapping[str, Any]) -> Plan:
-    """Return the plan of an entry of `plans`; fields that an older result lacks have their defaults."""
-    return Plan(**{one.name: entry[one.name] for one in fields(Plan) if one.name in entry})
-
-
-def replan_as_json(event: Replanned) -> dict[str, Any]:
-    """Return new plans as result.json has them."""
-    plans = [{"device": name, **plan} for name, plan in sorted(event.plans.items())]
-    return {"epoch": event.epoch, "plans": plans, "reason": event.reason}
-
-
-def strict_json(value: Any) -> Any:
-    """Return the value with null for infinite numbers and NaN, which JSON lacks: a diverged loss is one of them."""
-    if isinstance(value, dict):
-        return {key: strict_json(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [strict_json(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _write_json(path: Path, content: Mapping[str, Any] | Sequence[Any], indent: int | None = None) -> None:
     write_atomically(path, (json.dumps(content, indent=indent, allow_nan=False) + "\n").encode(), mode=PRIVATE)
-
-
-def run_name(config: Config, model: str, dataset: str) -> str:
-    """Return the name of a run: as configured, or made of network, dataset and method."""
-    return config.run.name or f"{_plain(model)}-{_plain(dataset)}-{config.run.method}"
-
-
-def comparison_name(config: Config, model: str, dataset: str) -> str:
-    """Return the name of the folder for the report that compares several methods."""
-    return f"{config.run.name or f'{_plain(model)}-{_plain(dataset)}'}-comparison"
-
-
-def _plain(text: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in text)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipar.errors import InputError
-from pipar.storage.run_folder import cannot_make_folder
+from pipar.storage.run_names import cannot_make_folder
 
 _NAME = ".lock"
 _LONGEST_CONTENT = 10_000

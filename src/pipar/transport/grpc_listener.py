@@ -1,14 +1,10 @@
-"""The gRPC transport: one bidirectional stream per device, raw bytes through generic handlers.
-
-A frame's bytes are sent without a protobuf message around them, which is twice as fast as a message with a bytes field
-and needs half of the server's CPU time.
-"""
+"""The server's end of the gRPC transport: a listener with one bidirectional stream per device."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,111 +12,24 @@ from typing import Any
 
 import grpc
 
-from pipar.errors import AddressInUseError, CredentialError, DeviceRefusedError, LinkError, peer_text
+from pipar.errors import AddressInUseError, CredentialError, LinkError
 from pipar.transport import open_files
 from pipar.transport.addresses import check_listening
 from pipar.transport.authenticator import Authenticator
-from pipar.transport.diagnosis import why_refused
+from pipar.transport.grpc_stream import ACCEPTED, METHOD, SERVICE, Stream, common_options
 from pipar.transport.interface import Transport
-from pipar.transport.limits import MESSAGE_BYTES, Keepalive, Limits, TokenBucket
+from pipar.transport.limits import Keepalive, Limits, TokenBucket
 from pipar.transport.reloading import FreshMaterial, Notices, Notify
-from pipar.transport.tls import DeviceSecurity, Material, ServerSecurity, check_device, check_server
-from pipar.wire.frames import CHUNK_BYTES, Frame, pack_frame, unpack_frame
+from pipar.transport.tls import Material, ServerSecurity, check_server
 
-_SERVICE, _METHOD = "pipar.Link", "Connect"
-#: The metadata with which a server accepts a device.
-_ACCEPTED = ("pipar", "welcome")
-_CLOSE_TIMEOUT_S = 10.0
 _GRACE_S = 1.0
 #: How long calls that were cancelled may take to end.
 _ENDING_S = 30.0
-_GONE = "The peer closed the connection."
-
-#: Tasks that read streams; asyncio itself keeps only weak references to tasks.
-_PUMPS: set[asyncio.Future[None]] = set()
 
 #: Takes a device's stream and the name in its credential (None if no credential is needed).
 Accept = Callable[[Transport, str | None], Awaitable[None]]
 #: Called for a refused connection with its origin and the reason.
 Refused = Callable[[str, str], None]
-
-
-class _Stream:
-    """One end of a device's stream. A separate task reads it, because gRPC ends a call whose read is cancelled.
-
-    It reads ahead a little, and only one message before the first `read`. Flow control of HTTP/2 holds back everything
-    beyond that at the peer.
-    """
-
-    def __init__(self, call: Any, limits: Limits, first_frame_s: float | None = None) -> None:
-        self.has_spoken = False
-        self._call = call
-        self._read_ahead_bytes = limits.read_ahead_bytes
-        self._first_frame_s = first_frame_s
-        self._arrived: deque[tuple[bytes, float]] = deque()  # and when
-        self._held_bytes = 0
-        self._ended = False
-        self._news, self._room = asyncio.Event(), asyncio.Event()
-        self._pump = asyncio.ensure_future(self._read_all())
-        _PUMPS.add(self._pump)
-        self._pump.add_done_callback(_PUMPS.discard)
-
-    async def _read_all(self) -> None:
-        try:
-            while (data := await self._call.read()) is not grpc.aio.EOF:
-                if self._ended:
-                    continue  # not needed any more, but the end of the stream comes after it
-                self._arrived.append((data, asyncio.get_running_loop().time()))
-                self._held_bytes += len(data) + MESSAGE_BYTES
-                self._news.set()
-                while self._is_full():
-                    self._room.clear()
-                    await self._room.wait()
-        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
-            pass  # the stream has ended, for any reason
-        finally:
-            self.end()
-
-    def _is_full(self) -> bool:
-        if self._ended:
-            return False
-        return self._held_bytes >= self._read_ahead_bytes or (not self.has_spoken and bool(self._arrived))
-
-    def end(self) -> None:
-        """End the stream: nothing more will arrive or be read."""
-        self._ended = True
-        self._news.set()
-        self._room.set()
-
-    async def write(self, frame: Frame) -> None:
-        try:
-            await self._call.write(pack_frame(frame))
-        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-            raise LinkError(_GONE) from error
-
-    async def read(self) -> Frame:
-        try:
-            async with asyncio.timeout(None if self.has_spoken else self._first_frame_s):
-                await self._wait_for_message()
-        except TimeoutError:
-            raise LinkError(f"The peer sent nothing for {self._first_frame_s:g} s.") from None
-        self.has_spoken = True
-        data, came_at = self._arrived.popleft()
-        self._held_bytes -= len(data) + MESSAGE_BYTES
-        self._room.set()
-        return unpack_frame(data, came_at)
-
-    async def _wait_for_message(self) -> None:
-        """Return when a message has arrived; raise if none will."""
-        while not self._arrived:
-            if self._ended:
-                raise LinkError(_GONE)
-            self._news.clear()
-            await self._news.wait()
-
-    async def close(self) -> None:
-        """Read nothing more. The reading task ends with the call: gRPC never frees a read that is cancelled."""
-        self.end()
 
 
 class Listener:
@@ -150,8 +59,8 @@ class Listener:
         self._notices = notices or Notices()
         self._authenticator = Authenticator(self._security, self._notices)
         self._material: FreshMaterial | None = None
-        self._streams: dict[_Stream, str | None] = {}  # and the name in its credential
-        self._contexts: dict[_Stream, Any] = {}
+        self._streams: dict[Stream, str | None] = {}  # and the name in its credential
+        self._contexts: dict[Stream, Any] = {}
         self._calls: dict[asyncio.Task[None], asyncio.Task[None]] = {}  # gRPC's task of each stream, and our session
         # For new streams, by name; there are no more names than credentials.
         self._allowances: dict[str | None, TokenBucket] = {}
@@ -159,9 +68,9 @@ class Listener:
         self._held_back = 0  # refusals that are being delayed
         self._server = grpc.aio.server(options=_server_options(self._limits, keepalive or Keepalive()))
         handler: Any = grpc.stream_stream_rpc_method_handler(self._connected)
-        service = grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler})
+        service = grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})
         self._server.add_generic_rpc_handlers((service,))
-        self._health = Health(self._server, _SERVICE, watchers=self._limits.watchers)
+        self._health = Health(self._server, SERVICE, watchers=self._limits.watchers)
 
     @property
     def most_connections(self) -> int:
@@ -252,7 +161,7 @@ class Listener:
         await self._serve(context, peer)
 
     async def _serve(self, context: Any, peer: str | None) -> None:
-        stream = _Stream(context, self._limits, self._limits.first_frame_s)
+        stream = Stream(context, self._limits, self._limits.first_frame_s)
         self._streams[stream], self._contexts[stream] = peer, context
         session = asyncio.ensure_future(self._admit(context, stream, peer))
         call = asyncio.current_task()
@@ -271,9 +180,9 @@ class Listener:
             del self._streams[stream], self._contexts[stream]
             await stream.close()
 
-    async def _admit(self, context: Any, stream: _Stream, peer: str | None) -> None:
+    async def _admit(self, context: Any, stream: Stream, peer: str | None) -> None:
         with contextlib.suppress(grpc.aio.BaseError):  # if the device is gone, reading its stream shows that
-            await context.send_initial_metadata((_ACCEPTED,))
+            await context.send_initial_metadata((ACCEPTED,))
         await self._accept(stream, peer)
 
     def _why_full(self, peer: str | None) -> str | None:
@@ -333,27 +242,9 @@ def _certificate_configuration(material: Material) -> Any:
     return grpc.ssl_server_certificate_configuration([(material.key, material.certificate)], material.authorities)
 
 
-def _options(keepalive: Keepalive) -> list[tuple[str, Any]]:
-    return [
-        ("grpc.max_receive_message_length", CHUNK_BYTES + 4096),
-        ("grpc.max_send_message_length", CHUNK_BYTES + 4096),
-        ("grpc.keepalive_time_ms", round(keepalive.every_s * 1000)),
-        ("grpc.keepalive_timeout_ms", round(keepalive.timeout_s * 1000)),
-        # Otherwise a minute, for any keepalive timeout.
-        ("grpc.http2.ping_timeout_ms", round(keepalive.timeout_s * 1000)),
-        ("grpc.http2.max_pings_without_data", 0),
-        # A ping waits for the data that is in flight. With probing, gRPC lets that grow to many megabytes, which
-        # can take a slow link longer than the timeout for a dead one.
-        ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", 1 << 20),
-        # A compressed message of some kilobytes could unpack to gigabytes and exceed every limit.
-        ("grpc.compression_enabled_algorithms_bitset", 1),
-    ]
-
-
 def _server_options(limits: Limits, keepalive: Keepalive) -> list[tuple[str, Any]]:
     return [
-        *_options(keepalive),
+        *common_options(keepalive),
         # Two servers on one port would silently share its devices: a port in use has to be an error.
         ("grpc.so_reuseport", 0),
         # By default gRPC ends an idle connection at the third ping of five minutes ("too_many_pings").
@@ -363,87 +254,3 @@ def _server_options(limits: Limits, keepalive: Keepalive) -> list[tuple[str, Any
         ("grpc.server_handshake_timeout_ms", round(limits.handshake_s * 1000)),
         ("grpc.max_connection_idle_ms", round(limits.idle_s * 1000)),
     ]
-
-
-class _DeviceStream(_Stream):
-    """The device's end of a stream: it opened the stream, so it also closes it."""
-
-    def __init__(self, channel: grpc.aio.Channel, call: Any) -> None:
-        super().__init__(call, Limits())
-        self._channel = channel
-
-    async def close(self) -> None:
-        self.end()
-        try:
-            await self._call.done_writing()
-            # The server ends the stream when it has read everything; closing earlier could lose frames of ours.
-            await asyncio.wait([self._pump], timeout=_CLOSE_TIMEOUT_S)
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            pass  # the call has ended already
-        await self._channel.close()
-
-
-async def connect(
-    address: str,
-    *,
-    security: DeviceSecurity | None = None,
-    timeout_s: float = 30.0,
-    keepalive: Keepalive | None = None,
-) -> Transport:
-    """Return a transport to the server at HOST:PORT, which has accepted this device.
-
-    Raises DeviceRefusedError if a verified server refuses its credential, CredentialError if this device and what
-    answers at the address can never connect, another LinkError if the server did not answer in time or has no room now.
-    """
-    security = security or DeviceSecurity()
-    channel = _channel(address, security, keepalive or Keepalive())
-    try:
-        async with asyncio.timeout(timeout_s):
-            await _reach(channel, address, security)
-            call: Any = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(metadata=security.metadata())
-            await _be_accepted(call, address, is_verified=security.ca is not None)
-    except TimeoutError:
-        await channel.close()
-        raise LinkError(f"No server answered at {address} within {timeout_s:g} s.") from None
-    except BaseException:
-        await channel.close()
-        raise
-    return _DeviceStream(channel, call)
-
-
-def _channel(address: str, security: DeviceSecurity, keepalive: Keepalive) -> grpc.aio.Channel:
-    material = check_device(security, address)
-    options = [
-        *_options(keepalive),
-        ("grpc.use_local_subchannel_pool", 1),  # a separate connection, not shared within this process
-        ("grpc.max_reconnect_backoff_ms", 2000),
-    ]
-    if material is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    if security.server_name is not None:
-        options.append(("grpc.ssl_target_name_override", security.server_name))
-    credentials = grpc.ssl_channel_credentials(material.authorities, material.key, material.certificate)
-    return grpc.aio.secure_channel(address, credentials, options=options)
-
-
-async def _reach(channel: grpc.aio.Channel, address: str, security: DeviceSecurity) -> None:
-    """Return when there is a connection; raise if there can never be one."""
-    while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
-        if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and (why := await why_refused(address, security)):
-            raise CredentialError(why)
-        await channel.wait_for_state_change(state)
-
-
-async def _be_accepted(call: Any, address: str, *, is_verified: bool) -> None:
-    """Return when the server has accepted this device; raise if it refuses."""
-    if _ACCEPTED in tuple(await call.initial_metadata() or ()):
-        return
-    code, details = await call.code(), peer_text(await call.details())
-    if code is grpc.StatusCode.OK:
-        return  # accepted, and ended so soon that gRPC dropped the first answer; a refusal has another code
-    if code is grpc.StatusCode.UNAUTHENTICATED:
-        refused = DeviceRefusedError if is_verified else CredentialError
-        raise refused(f"The server at {address} refuses the device's credential: {details}")
-    if code is grpc.StatusCode.UNIMPLEMENTED:
-        raise CredentialError(f"The program that answers at {address} is not a pipar server: check the address.")
-    raise LinkError(f"The server at {address} does not accept the device now: {details}")
