@@ -192,7 +192,8 @@ def test_two_processes_writing_one_file_do_not_mix_their_contents(
 
 
 def test_partial_files_of_a_crashed_process_are_removed_by_the_next_one(tmp_path: Path) -> None:
-    (tmp_path / ".trace.json.4711.partial").write_bytes(b"half")
+    ended = 2**22 + 1  # more than Linux ever numbers a process
+    (tmp_path / f".trace.json.{ended}.partial").write_bytes(b"half")
     RunFolder(tmp_path, job(), world="real", command="pipar server --resume")
     assert [file.name for file in tmp_path.iterdir()] == ["config.toml"]
 
