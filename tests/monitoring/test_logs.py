@@ -207,11 +207,11 @@ SAID: list[tuple[Event, str]] = [
     (
         TimeoutsChosen(0.9, 0.9, 5.0, "rounds of 0.5 s"),
         "timeouts (rounds of 0.5 s): a device without a sign of life is lost after 0.9 s, a broken connection may be "
-        "resumed for 0.9 s, a device that does not get on is excluded after 5 s",
+        "resumed for 0.9 s, a device that does not finish is excluded after 5 s",
     ),
     (
         TimeoutsChosen(None, None, 60.0, "rounds of 2 s forecast"),
-        "timeouts (rounds of 2 s forecast): a device that does not get on is excluded after 60 s",
+        "timeouts (rounds of 2 s forecast): a device that does not finish is excluded after 60 s",
     ),
     (Stopping("SIGTERM"), "stopping: SIGTERM"),
     (Failed("Too few devices are left."), "error: failed: Too few devices are left."),

@@ -287,7 +287,7 @@ def over_the_best(seed: int) -> float:
 @pytest.mark.slow
 def test_the_plans_found_are_near_the_best_of_all() -> None:
     over = sorted(over_the_best(seed) for seed in range(100))
-    # A choice may give up to 5 % for plans that bear slower machines better; the search itself misses up to 6 %.
+    # A choice may give up to 5 % for plans that suffer less from slower machines; the search itself misses up to 6 %.
     assert sum(each <= 0.02 for each in over) >= 95
     assert over[-1] <= 0.07
 

@@ -218,7 +218,7 @@ def _timeouts(event: TimeoutsChosen) -> str:
     chosen = (
         ("a device without a sign of life is lost after", event.silent_s),
         ("a broken connection may be resumed for", event.resume_s),
-        ("a device that does not get on is excluded after", event.limit_s),
+        ("a device that does not finish is excluded after", event.limit_s),
     )
     words = [f"{what} {seconds:.3g} s" for what, seconds in chosen if seconds is not None]
     return f"timeouts ({event.reason}): {', '.join(words) or 'none'}"
