@@ -114,7 +114,7 @@ class ReplayedRates:
 
 
 class RecordedTimes:
-    """Seconds of work in a replay of a job, whose plans may be others than the recorded ones.
+    """Seconds of work in a replay of a job, which may have other plans than the recorded training.
 
     Work that was recorded takes as long as then. Other work takes what the cost model says, times how much longer the
     machine took for work of that kind than the cost model says.

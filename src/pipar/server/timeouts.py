@@ -4,8 +4,8 @@
     resume        a device whose connection broke keeps its place for this long
     limit         a device that is alive, but has not finished its round by then, is excluded from it
 
-The first two bound the cost of a dead device: less than two normal rounds. The third bounds the cost of a device that is
-alive but does not finish. It is several times what the device has needed so far, and grows while the device makes
+The first two bound the cost of a dead device: less than two normal rounds. The third bounds the cost of a device that
+is alive but does not finish. It is several times what the device has needed so far, and grows while the device makes
 progress. Neither the device's claims nor its earlier rounds can raise it beyond a multiple of what the others take.
 
 Everything here is a pure function of what is known.
