@@ -32,8 +32,11 @@ class CountingReplica:
         self.begun += message.samples
         return decoded
 
-    def step(self, at: StepCount) -> None:
-        self.part.step(at)
+    def measure_gradient(self) -> float:
+        return self.part.measure_gradient()
+
+    def step(self, at: StepCount, others: float = 0.0) -> None:
+        self.part.step(at, others)
         self.stepped, self.begun = self.stepped + self.begun, 0
 
     def install(self, *arguments: Any, **options: Any) -> None:

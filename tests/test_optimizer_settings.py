@@ -119,6 +119,38 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+TOGETHER: list[tuple[dict[str, Any], str]] = [
+    (
+        {"run": {"method": "sl"}, "optimizer": {"clip_norm": 1.0}},
+        "needs a server-side model for each device, but in 'sl' all share one, which would stand still while a device",
+    ),
+    ({"run": {"method": "sfl2"}, "optimizer": {"clip_norm": 1.0}}, "write clip = 'side', or use fl, sfl or pipar."),
+    (
+        {"privacy": {"noise_multiplier": 1.0}, "optimizer": {"clip_norm": 1.0}},
+        "devices would send the norms of their gradients without noise. Write 'side'.",
+    ),
+    ({"optimizer": {"clip_norm": 0}}, "optimizer.clip_norm = 0 is not allowed"),
+    ({"optimizer": {"clip": "all"}}, "optimizer.clip = 'all' is not known; allowed are global, side."),
+]
+
+
+@pytest.mark.parametrize(("tree", "sentence"), TOGETHER)
+def test_clipping_that_cannot_be_done_is_refused_in_one_sentence(tree: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_from(tree)
+    assert sentence in str(refused.value)
+
+
+def test_settings_that_differ_have_different_fingerprints() -> None:
+    given: list[dict[str, Any]] = [
+        {}, {"learning_rate": 0.02}, {"name": "adam"}, {"name": "adam", "betas": [0.8, 0.9]}, {"clip_norm": 1.0},
+        {"schedule": "cosine"}, {"warmup": 3}, {"groups": [{"match": ["a"]}]}, {"factory": "a:b"},
+    ]  # fmt: skip
+    prints = [OptimizerSection(**one).fingerprint for one in given]
+    assert prints[0] == OptimizerSection(state_at_aggregation="keep").fingerprint == 0
+    assert len(set(prints)) == len(prints)
+
+
 @pytest.mark.parametrize(("section", "sentence"), WRONG, ids=[str(one) for one, _ in WRONG])
 def test_a_wrong_optimiser_is_refused_in_one_sentence(section: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -334,6 +336,8 @@ class OptimizerSection(_Section):
     schedule: Annotated[str, BeforeValidator(known_schedule)] = "constant"
     warmup: NotNegative = 0  # steps
     scheduling: Annotated[dict[str, Any], BeforeValidator(_scheduling)] = Field(default_factory=dict)
+    clip_norm: Fraction | None = None  # the largest norm of a gradient
+    clip: Literal["global", "side"] = "global"  # by the norm of the whole network's gradient, or of each side's
     state_at_aggregation: Literal["reset", "keep"] = "reset"
     momentum_at_aggregation: Literal["reset", "keep"] | None = None  # the former name
 
@@ -347,6 +351,24 @@ class OptimizerSection(_Section):
     def learning_schedule(self) -> Schedule:
         """How the learning rate changes."""
         return Schedule(self.schedule, self.scheduling, self.warmup)
+
+    @property
+    def clips_across(self) -> bool:
+        """Whether gradients are clipped by one norm over both sides of the cut."""
+        return self.clip_norm is not None and self.clip == "global"
+
+    @property
+    def clips_by_side(self) -> bool:
+        """Whether each side of the cut clips its gradients by their own norm."""
+        return self.clip_norm is not None and self.clip == "side"
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that differs with the settings that both sides need alike; 0 for the default ones."""
+        if self == OptimizerSection(state_at_aggregation=self.state_at_aggregation):
+            return 0
+        content = self.model_dump(exclude={"state_at_aggregation", "momentum_at_aggregation"})
+        return zlib.crc32(json.dumps(content, sort_keys=True, default=str).encode())
 
     @property
     def kind(self) -> str:
@@ -582,6 +604,16 @@ class Config(_Section):
         return self
 
     @model_validator(mode="after")
+    def _clipping_fits(self) -> Config:
+        if self.optimizer.clips_across and METHODS[self.run.method].shares_server_model:
+            raise ValueError(
+                f"optimizer.clip_norm with optimizer.clip = 'global' needs a server-side model for each device, but in "
+                f"'{self.run.method}' all share one, which would stand still while a device measures its gradient: "
+                "write clip = 'side', or use fl, sfl or pipar"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _enough_are_allowed(self) -> Config:
         allowed, wanted = self.server.allow, self.server.min_devices
         if isinstance(allowed, tuple) and wanted is not None and wanted > len(allowed):
@@ -647,6 +679,11 @@ def check_private_updates(config: Config) -> None:
         raise ValueError(
             f"Noise on updates (privacy.noise_multiplier, privacy.target_epsilon) needs one of the methods fl, sfl and "
             f"pipar, but run.method is '{config.run.method}'"
+        )
+    if config.optimizer.clips_across and METHODS[config.run.method].splits:
+        raise ValueError(
+            "optimizer.clip = 'global' cannot be combined with noise on updates (privacy.noise_multiplier, "
+            "privacy.target_epsilon): devices would send the norms of their gradients without noise. Write 'side'"
         )
     if config.optimizer.state_at_aggregation == "keep":
         raise ValueError(

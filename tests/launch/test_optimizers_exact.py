@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import plain_optimizers as plain
 from support.plain_optimizers import Plain
-from support.training import EXACT, Case, largest_error, make_job, reference_data
+from support.training import EXACT, Case, hand_made_profile, largest_error, make_job, reference_data
 from torch import nn
 from torch.optim import lr_scheduler
 
+import pipar
 from pipar.events import ignore
 from pipar.launch.virtual import train_virtually
 from pipar.links import Link
@@ -165,9 +167,91 @@ def test_groups_have_settings_of_their_own() -> None:
     assert largest_error(train(case, model), expected(case, model, how)) < EXACT
 
 
+CLIPPED: dict[str, dict[str, Any]] = {
+    "clip_norm": {"clip_norm": 0.3},
+    "cosine": {"clip_norm": 0.3, "schedule": "cosine"},
+}
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("given", CLIPPED)
+def test_gradients_are_clipped_by_the_norm_of_the_whole_network(
+    given: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, model = case_of(name, "keep", (2, 4, Q), (3, 7, 1), **CLIPPED[given]), network()
+    how = replace(plain_of(name, "keep"), clip_norm=0.3)
+    if "schedule" in CLIPPED[given]:
+        how = replace(how, schedule=lambda o, steps: lr_scheduler.CosineAnnealingLR(o, steps))
+    wanted = expected(case, model, how)
+    assert largest_error(train(case, model), wanted) < EXACT
+    monkeypatch.setattr(replanner, "NOTICED", -1.0)
+    script = [[Plan(4, 3), Plan(Q, 1), Plan(2, 7)], [Plan(1, 7), Plan(2, 3), Plan(3, 1)]]
+    assert largest_error(train(case, model, script), wanted) < EXACT
+    assert largest_error(expected(case, model, replace(how, clip_norm=None)), wanted) > VISIBLE
+
+
+def test_the_gradient_of_a_proximal_term_is_clipped_too() -> None:
+    case = case_of("sgd", "reset", (2, 4, Q), (3, 7, 1), clip_norm=0.3)
+    case = replace(case, aggregator="fedprox", aggregation=(("proximal", 3.0),))
+    how = replace(plain_of("sgd", "reset"), clip_norm=0.3, proximal=3.0)
+    assert largest_error(train(case, network()), expected(case, network(), how)) < EXACT
+
+
+def sides(model: nn.Module) -> list[list[nn.Parameter]]:
+    return [list(model[:2].parameters()), list(model[2:].parameters())]  # type: ignore[index]
+
+
+def test_each_side_can_clip_by_its_own_norm() -> None:
+    case, model = case_of("sgd", "keep", (2, 2, 2), (3, 7, 1), clip_norm=0.1, clip="side"), network()
+    how = replace(plain_of("sgd", "keep"), clip_norm=0.1, clip_sides=sides)
+    assert largest_error(train(case, model), expected(case, model, how)) < EXACT
+    assert make_job(case.workload(model)).equivalence == "statistical"
+    across = case_of("sgd", "keep", (2, 2, 2), (3, 7, 1), clip_norm=0.1)
+    assert make_job(across.workload(model)).equivalence == "exact"
+
+
+@pytest.mark.parametrize("method", ["sl", "sfl2", "fl", "sfl"])
+def test_every_method_trains_with_clipping_that_it_allows(method: str) -> None:
+    clip = "side" if method in ("sl", "sfl2") else "global"
+    case = replace(case_of("adamw", "keep", (2, 2, 2), (1,), clip_norm=0.1, clip=clip), method=method)
+    state = train(case, network())
+    if clip == "global":
+        how = replace(plain_of("adamw", "keep"), clip_norm=0.1)
+        assert largest_error(state, expected(case, network(), how)) < EXACT
+
+
 def test_state_that_is_lost_on_the_way_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     case, model = case_of("adamw", "keep", (2, 2, 2), (3,)), network()
     monkeypatch.setattr(replanner, "NOTICED", -1.0)
     monkeypatch.setattr(Part, "receive_state", lambda *_: None)
     script = [[Plan(4, 3)] * 3, [Plan(1, 3)] * 3]
     assert largest_error(train(case, model, script), expected(case, model, plain_of("adamw", "keep"))) > VISIBLE
+
+
+@pytest.mark.parametrize("keep", ["reset", "keep"])
+def test_processes_train_with_adamw_a_schedule_and_clipping_to_the_bits_of_virtual_time(
+    keep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    more = {"schedule": "cosine", "warmup": 1, "clip_norm": 0.5, "decay_norms_and_biases": False}
+    case = replace(case_of("adamw", keep, (1, 3, Q), (3, 7, 1), **more), even=True)
+    workload, file = case.workload(), tmp_path / "profile.json"
+    hand_made_profile(workload.build_model(), workload.input_shape, case.dtype).save(file)
+    settings = [f'server.profile="{file}"', f'devices.profile="{file}"']
+    real, virtual = (pipar.run(case.tree(), world=world, settings=settings) for world in ("real", "virtual"))
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        matrices, others = ([w for w in model.parameters() if (w.ndim > 1) is side] for side in (True, False))
+        return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
+
+    def schedule(optimizer: torch.optim.Optimizer, steps: int) -> lr_scheduler.LRScheduler:
+        first = lr_scheduler.LinearLR(optimizer, 1.0, 1.0, 1)
+        return lr_scheduler.SequentialLR(optimizer, [first, lr_scheduler.CosineAnnealingLR(optimizer, steps - 1)], [1])
+
+    how = Plain(make, keep == "keep", schedule, clip_norm=0.5)
+    wanted = plain.train(workload.build_model(), reference_data(workload), how)
+    state = real.state_dict()
+    assert largest_error({name: state[name] for name in wanted}, wanted) < EXACT
+    assert real.content["weights_sha256"] == virtual.content["weights_sha256"]
+    assert real.content["equivalence"] == "exact"

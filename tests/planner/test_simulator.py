@@ -163,6 +163,28 @@ def test_a_simulation_is_the_timing_of_a_timing_only_run(seeds: range) -> None:
         check_timing(random_job(seed))
 
 
+def clipping(job: Job) -> Job:
+    """Return a job whose gradients are clipped by one norm over both sides of the cut."""
+    section = job.config.optimizer.model_copy(update={"clip_norm": 1.0})
+    return replace(job, config=job.config.model_copy(update={"optimizer": section}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(8), range(8, 60)], ids=str)
+def test_a_simulation_knows_the_exchange_of_norms(seeds: range) -> None:
+    for seed in seeds:
+        check_timing(clipping(random_job(seed)))
+
+
+def test_norms_cost_no_round_trip_on_a_device() -> None:
+    """The server's norm arrives right after its last gradient, while the device computes its last backward."""
+    for seed in range(3):
+        plain, clipped = random_job(seed), clipping(random_job(seed))
+        times = [simulate(job.fleet(), job.plans).epoch_s for job in (plain, clipped)]
+        assert times[0] <= times[1] * (1 + 1e-12)
+        assert times[1] < times[0] * 1.05
+
+
 def frozen_job(seed: int, layers: int) -> Job:
     """Return devices whose first layers are frozen; the first of them has a buffer."""
     job = random_job(seed)

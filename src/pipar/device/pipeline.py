@@ -18,7 +18,7 @@ from pipar.execution.schedule import StepCount, count_steps, cut_batch, cut_epoc
 from pipar.execution.spans import COMPUTE, Recorder
 from pipar.execution.work import Work
 from pipar.transport.channel import Channel
-from pipar.wire.messages import Kind, Message, Reference, chunk_count
+from pipar.wire.messages import Kind, Message, Reference, chunk_count, norm_body, read_norm
 
 T = TypeVar("T")
 _Place = tuple[int, int, int]  # epoch, iteration, micro-batch
@@ -91,6 +91,7 @@ class MicroBatchExchange:
         self._io = io
         self._uploads: asyncio.Queue[tuple[_Place, Any, Any]] = asyncio.Queue()
         self._gradients: dict[_Place, asyncio.Future[Any]] = {}
+        self._norm: tuple[tuple[int, int], asyncio.Future[float]] | None = None  # of the server's gradient, and of what
 
     @property
     def is_idle(self) -> bool:
@@ -112,6 +113,25 @@ class MicroBatchExchange:
         """Return the gradient of a micro-batch, maybe still to come; it is kept until `release`."""
         return self._gradients[place]
 
+    def expect_norm(self, place: tuple[int, int]) -> None:
+        """Expect the norm of the server's gradient in an iteration of an epoch; it may arrive before it is needed."""
+        self._norm = (place, asyncio.get_running_loop().create_future())
+
+    def exchange_norms(self, place: tuple[int, int], squared: float) -> asyncio.Future[float]:
+        """Send the squared norm of this side's gradient; return the server's, maybe still to come."""
+        assert self._norm is not None
+        self._channel.post(Message(Kind.NORM, *place, body=norm_body(squared)))
+        return self._norm[1]
+
+    def receive_norm(self, message: Message) -> None:
+        """Hand the norm of the server's gradient to the step that waits for it."""
+        if message.epoch <= self.abandoned:
+            return
+        place = (message.epoch, message.iteration)
+        if self._norm is None or self._norm[0] != place or self._norm[1].done():
+            raise ProtocolError(f"The server sent {message}, but no step waits for it.")
+        self._norm[1].set_result(read_norm(message))
+
     def release(self, place: _Place) -> None:
         """Free the gradient of a micro-batch."""
         del self._gradients[place]
@@ -121,6 +141,7 @@ class MicroBatchExchange:
         while not self._uploads.empty():
             self._uploads.get_nowait()
         self._gradients.clear()
+        self._norm = None
 
     async def upload(self) -> None:
         """Encode and send activations until cancelled.

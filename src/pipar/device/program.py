@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipar.config import LARGEST_SCALE, LEAST_SCALE
 from pipar.device.intake import Commands, Intake
-from pipar.device.interfaces import DeviceLanes, Equipment
+from pipar.device.interfaces import DeviceLanes, DevicePart, Equipment
 from pipar.device.model import DeviceSideModel
 from pipar.device.pipeline import BatchLoader, MicroBatchExchange, WaitRecorder
 from pipar.errors import (
@@ -174,6 +174,9 @@ class Device:
             if message.kind is Kind.GRADIENT:
                 await self._exchange.receive(message)
                 continue
+            if message.kind is Kind.NORM:
+                self._exchange.receive_norm(message)
+                continue
             if message.kind is Kind.FAULT:
                 self._check_budget(message)
                 raise _fault(message, "ended the session")
@@ -293,6 +296,8 @@ class Device:
     ) -> None:
         part, orders, compute = self._model.part, self._model.orders, self._lanes.compute
         split_point, splits = orders.plan.split_point, orders.plan.split_point < orders.layers
+        if orders.exchanges_norms:
+            self._exchange.expect_norm((epoch, iteration))
         for stage in device_order(len(pieces), orders.plan.window):
             n, piece = stage.micro_batch, pieces[stage.micro_batch - 1]
             work = Work(stage.kind, epoch, iteration, n, 1, split_point, piece.samples)
@@ -309,10 +314,21 @@ class Device:
             else:
                 gradient = await self._gradient(epoch, iteration, n) if splits else None
                 if orders.trains_part:
-                    await compute.run((work, partial(part.backward, n, gradient)))
+                    backward = partial(part.backward, n, gradient)
+                    is_last = orders.exchanges_norms and n == len(pieces)
+                    await compute.run((work, partial(_backward_and_measure, part, backward) if is_last else backward))
         if orders.trains_part:
-            step = Work("step", epoch, iteration, 0, 1, split_point)
-            await compute.run((step, partial(part.step, self._batches.step(epoch, iteration))))
+            await self._step(epoch, iteration)
+
+    async def _step(self, epoch: int, iteration: int) -> None:
+        """Apply the gradients of a batch, clipped together with the server's if that is ordered."""
+        part, orders = self._model.part, self._model.orders
+        others = 0.0
+        if orders.exchanges_norms:
+            norm = self._exchange.exchange_norms((epoch, iteration), part.measure_gradient())
+            others = await self._wait.for_result("d", norm, epoch, iteration)
+        step = Work("step", epoch, iteration, 0, 1, orders.plan.split_point)
+        await self._lanes.compute.run((step, partial(part.step, self._batches.step(epoch, iteration), others)))
 
     async def _gradient(self, epoch: int, iteration: int, n: int) -> Any:
         place = (epoch, iteration, n)
@@ -359,6 +375,12 @@ class Device:
             busy = dict(self._recorder.busy_s)
             place = (self.name, epoch, iteration, len(self._samples))
             self._observe(Progress(*place, self._model.part.last_loss, self._loop.time(), busy))
+
+
+def _backward_and_measure(part: DevicePart, backward: Callable[[], None]) -> None:
+    """Run the last backward of a batch, and measure the gradient that is then complete."""
+    backward()
+    part.measure_gradient()
 
 
 def _fault(message: Message, what: str) -> TrainingError | SessionOverError:

@@ -137,6 +137,7 @@ class Job:
             noisy_updates=privacy.clips,
             noisy_inputs=privacy.pixel_epsilon is not None,
             randomised_labels=privacy.label_epsilon is not None,
+            clips_by_side=self.config.optimizer.clips_by_side,
         )
 
     @property
@@ -186,6 +187,8 @@ class Job:
                 frozen_layers=self.server_profile.frozen_layers,
                 steady_layers=self.steady_layers,
                 epochs=0 if config.optimizer.learning_schedule.is_constant else config.run.epochs,
+                norms=int(config.optimizer.clips_across),
+                optimizer=config.optimizer.fingerprint,
             )
             for number, member in enumerate(fleet.members, start=1)
         }
@@ -221,6 +224,7 @@ class Job:
             noised_bytes=self.noised_bytes,
             steady_layers=self.steady_layers,
             cache_bytes=config.server.activation_cache,
+            exchanges_norms=config.optimizer.clips_across,
             recalled=1.0 - 1.0 / config.run.epochs if self.steady_layers else 0.0,  # the mean over all epochs
             targets=self.target_size,
         )

@@ -47,6 +47,7 @@ def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDev
     def build(orders: Orders) -> TorchDevicePart:
         model = workload.build_model()
         _check_frozen(model, orders)
+        _check_optimizer(workload, orders)
         part, rest = split_model(model, orders.plan.split_point)
         return TorchDevicePart(
             part,
@@ -69,6 +70,16 @@ def _check_frozen(model: nn.Sequential, orders: Orders) -> None:
         raise OrdersError(
             f"The server trains nothing in the first {orders.frozen_layers} layers, but this device's network trains "
             f"layer {own + 1}: start both with the same [model]."
+        )
+
+
+def _check_optimizer(workload: Workload, orders: Orders) -> None:
+    """Raise OrdersError if the server would train its layers with other settings than this device its own."""
+    section = workload.config.optimizer
+    if orders.optimizer != section.fingerprint or orders.norms != int(section.clips_across):
+        raise OrdersError(
+            "The server has another [optimizer] than this device, so that the two parts of the network would be "
+            "trained differently: start both with the same [optimizer]."
         )
 
 

@@ -471,6 +471,7 @@ class Workload:
             groups=tuple(ParameterGroup(group.match, group.settings) for group in section.groups),
             decay_norms_and_biases=section.decay_norms_and_biases,
             schedule=section.learning_schedule,
+            clip_norm=section.clip_norm,
         )
 
 

@@ -126,7 +126,10 @@ class SizesOnlyDevicePart:
     def release(self, micro_batch: int) -> None:
         pass
 
-    def step(self, at: StepCount) -> None:
+    def measure_gradient(self) -> float:
+        return 0.0
+
+    def step(self, at: StepCount, others: float = 0.0) -> None:
         pass
 
     def discard(self) -> None:
@@ -189,7 +192,10 @@ class SizesOnlyServerPart:
     def encode(self, samples: int, encoding: str, place: Place) -> Body:
         return self._cut.body(samples, encoding, share=self._share_at(place)) if self._returns_gradients else EMPTY
 
-    def step(self, at: StepCount) -> None:
+    def measure_gradient(self) -> float:
+        return 0.0
+
+    def step(self, at: StepCount, others: float = 0.0) -> None:
         pass
 
     def take_loss(self) -> None:

@@ -6,6 +6,7 @@ does. State has the name of its parameter and its key in torch, as in "layer1.we
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -27,6 +28,8 @@ State = Mapping[str, torch.Tensor]
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 FIRST_STEP = StepCount()
+#: Of torch.nn.utils.clip_grad_norm_, against a norm of 0.
+_CLIP_EPSILON = 1e-6
 #: Ends the key of a state that is a number in Python, not a tensor.
 _NUMBER = "="
 #: A user's own optimiser is tried out on this many small parameters of the network.
@@ -53,6 +56,7 @@ class OptimizerSettings:
     groups: tuple[ParameterGroup, ...] = ()  # with settings of their own; the first that matches a parameter counts
     decay_norms_and_biases: bool = True
     schedule: Schedule = field(default_factory=Schedule)
+    clip_norm: float | None = None  # the largest norm of a gradient
 
     def over(self, module: nn.Module) -> PartOptimizer | None:
         """Return an optimiser for a part of the network; None if no parameter of the part is trained."""
@@ -206,6 +210,19 @@ class PartOptimizer:
         schedule = self._settings.schedule
         for group, first in zip(self._torch.param_groups, () if schedule.is_constant else self._first, strict=False):
             group.update(schedule.group(first, at.number, at.total))
+
+    def squared_norm(self) -> float:
+        """Return the squared norm of all gradients."""
+        gradients = [weight.grad for weight in self._named.values() if weight.grad is not None]
+        return math.fsum(torch.linalg.vector_norm(one).item() ** 2 for one in gradients)
+
+    @torch.no_grad()
+    def clip(self, norm: float, most: float) -> None:
+        """Scale the gradients as torch.nn.utils.clip_grad_norm_ does, by the norm of all of the network's."""
+        factor = most / (norm + _CLIP_EPSILON)
+        for weight in self._named.values() if not factor >= 1.0 else ():
+            if weight.grad is not None:
+                weight.grad.mul_(factor)
 
     def zero_grad(self) -> None:
         self._torch.zero_grad(set_to_none=True)

@@ -8,6 +8,7 @@ here: it scales both the loss and the step by 1/N.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -138,16 +139,32 @@ class Part:
         self._global: dict[str, torch.Tensor] = {}  # w_global by name, if there is a proximal term
         self._optimizer = optimizer
         self._steps = optimizer.over(module)  # None: nothing is trained
+        self._squared_norm: float | None = None  # of the gradient that the next step applies, once it is measured
         self._new: dict[str, nn.Parameter] = {}  # of layers that moved here from the other side of the cut
 
-    def step(self, at: StepCount = FIRST_STEP) -> None:
-        """Apply the accumulated gradients, as the schedule says for this step."""
-        if self._steps is not None:
+    def measure_gradient(self) -> float:
+        """Return the squared norm of the accumulated gradients, with those of the proximal term."""
+        if self._squared_norm is None:
             self._add_proximal_gradient()
+            self._squared_norm = 0.0 if self._steps is None else self._steps.squared_norm()
+        return self._squared_norm
+
+    def step(self, at: StepCount = FIRST_STEP, others: float = 0.0) -> None:
+        """Apply the accumulated gradients, as the schedule says for this step.
+
+        If they are clipped, `others` is the squared norm of the gradients on the other side of the cut.
+        """
+        if self._steps is not None:
+            if self._optimizer.clip_norm is None:
+                self._add_proximal_gradient()
+            else:
+                self._steps.clip(math.sqrt(self.measure_gradient() + others), self._optimizer.clip_norm)
             self._steps.step(at)
+        self._squared_norm = None
 
     def discard(self) -> None:
         """Discard gradients that no step has applied yet."""
+        self._squared_norm = None
         if self._steps is not None:
             self._steps.zero_grad()
 

@@ -56,14 +56,14 @@ class SharedServerPart(TorchServerPart):
         self._device = str(place[3]) if len(place) > 3 else ""
         return super().encode(activation, encoding, place)
 
-    def step(self, at: StepCount = FIRST_STEP) -> None:
+    def step(self, at: StepCount = FIRST_STEP, others: float = 0.0) -> None:
         """Apply the gradients of a batch, or raise UnusableStepError and change nothing."""
         if self._steps is not None:
             self._steps.follow_schedule(at)
         gradient = self._check_weights()
         self._check_buffers()
         statistics = self._check_statistics()
-        super().step(at)
+        super().step(at, others)
         self._gradients.setdefault(self._device, deque(maxlen=_BATCHES)).append(gradient)
         self._statistics.setdefault(self._device, deque(maxlen=_BATCHES)).append(statistics)
         self._takes = None  # the next batch is another device's, which must not be held to this one's shape

@@ -74,6 +74,7 @@ class Fleet:
     noised_bytes: int = 0  # of one sample, to which a device adds noise when it is loaded
     steady_layers: int = 0  # first layers whose activations are the same in every epoch
     cache_bytes: int = 0  # of a device's activations that the server keeps at most
+    exchanges_norms: bool = False  # both sides tell each other the norm of their gradient after each batch
     recalled: float = 0.0  # the share of epochs in which devices refer to activations that the server has kept
     targets: TargetSize = LABELS  # the bytes of targets in a message with activations
 

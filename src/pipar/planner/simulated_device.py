@@ -20,8 +20,9 @@ class SimulatedDevice:
     __slots__ = (
         "answered", "batch", "chunks", "compute_s", "decode_free", "decoded_at", "decoding", "down_free",
         "down_s", "encode_free", "encoded", "encoding", "ends", "forwarded", "inbox", "io_free", "latency", "loaded",
-        "loads", "member", "order", "place", "plan", "returned", "returned_at", "served", "serving", "slower", "splits",
-        "stepped", "times", "trains", "up_began", "up_free", "up_s", "waits_for", "watched", "working",
+        "loads", "member", "norm_at", "order", "place", "plan", "returned", "returned_at", "served", "serving",
+        "slower", "splits", "stepped", "times", "trains", "up_began", "up_free", "up_s", "waits_for", "watched",
+        "working",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +50,7 @@ class SimulatedDevice:
         self.batch, self.stepped = times[0], 0
         self.served = self.inbox = 0
         self.serving = False
+        self.norm_at = 0.0  # when the norm of the server's gradient arrives
         self.slower = 1.0  # the factor by which other cores lengthen the current job
         self.returned = False  # its trained part has arrived at the server
         self.returned_at = 0.0  # when its part can be aggregated

@@ -8,6 +8,9 @@
                      finally each trained part that is sent as changes
     downlink         d 1 .. d N                              finally the new part
 
+If gradients are clipped by one norm, the server sends that of its gradient after d N, and the device that of its own
+after b_c N; then both step.
+
 A timing-only run of the same plans gives the same times, to the last digits, but runs the programs themselves and takes
 30 times as long. The planner compares hundreds of plans.
 """
@@ -31,6 +34,7 @@ from pipar.planner.timing import Timing
 
 #: The size of the 'stop epoch' message's JSON, give or take a few bytes.
 _END_EPOCH_BYTES = 80
+_NORM_BYTES = 8
 
 
 def simulate(
@@ -73,7 +77,7 @@ def timeline(
     return sorted(shown, key=lambda span: span.start)
 
 
-_LOADED, _READY, _COMPUTED, _ENCODED, _ARRIVED, _SERVED, _STEPPED, _ANSWERED, _DECODED, _RETURNED = range(10)
+_LOADED, _READY, _COMPUTED, _ENCODED, _ARRIVED, _SERVED, _STEPPED, _ANSWERED, _DECODED, _RETURNED, _MEASURED = range(11)
 
 
 class _TooLong(Exception):  # noqa: N818 - nothing is wrong with it
@@ -120,6 +124,7 @@ class _Epoch:
         handlers = (
             self._loaded, self._ready, self._computed, self._encoded, self._arrived,
             self._served, self._stepped, self._answered, self._decoded, self._returned,
+            self._measured,
         )  # fmt: skip
         events = self._events
         while events:
@@ -177,6 +182,8 @@ class _Epoch:
         times = device.working
         assert times is not None
         if device.place == len(device.order):
+            if self._fleet.exchanges_norms and device.splits and device.trains:
+                now = self._send_norm(device, now)
             end, kind, n = now + times.step, "step", -1
         else:
             forward, n = device.order[device.place]
@@ -194,6 +201,12 @@ class _Epoch:
         if device.watched and (device.trains or kind == "fc"):
             self._span(device, COMPUTE, kind, n + 1, now, end)
         self._schedule(end, _COMPUTED, device)
+
+    def _send_norm(self, device: SimulatedDevice, now: float) -> float:
+        """Send the norm of a device's gradient; return when it also has the server's, and can step."""
+        device.up_free = max(now, device.up_free) + transfer_s(_NORM_BYTES, device.member.link.up_bps)
+        self._schedule(device.up_free + device.latency, _MEASURED, device)
+        return max(now, device.norm_at)
 
     def _computed(self, device: SimulatedDevice, now: float) -> None:
         if device.place == len(device.order):
@@ -358,9 +371,17 @@ class _Epoch:
         self._answer(device, device.down_free + device.latency)
         device.served = n + 1
         if device.served == len(device.batch.served):
-            self._on_core(device, now, device.batch.server_step, _STEPPED)
+            if self._fleet.exchanges_norms and device.trains:
+                device.down_free = max(now, device.down_free) + transfer_s(_NORM_BYTES, device.member.link.down_bps)
+                device.norm_at = device.down_free + device.latency
+            else:
+                self._on_core(device, now, device.batch.server_step, _STEPPED)
         else:
             self._serve_next(device, now)
+
+    def _measured(self, device: SimulatedDevice, now: float) -> None:
+        """The norm of a device's gradient has arrived, for which the replica's step has waited."""
+        self._on_core(device, now, device.batch.server_step, _STEPPED)
 
     def _answer(self, device: SimulatedDevice, when: float) -> None:
         """Let the gradients of a micro-batch arrive at a device at this time."""

@@ -244,9 +244,10 @@ def _replayed_config(header: Mapping[str, Any], devices: int, rounds: int) -> Co
 
 
 def _replayed_optimizer(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return whether optimisers keep their state; recordings of earlier versions call it momentum."""
+    """Return what changes the messages of a training; recordings of earlier versions call state momentum."""
     kept = section.get("state_at_aggregation") or section["momentum_at_aggregation"]
-    return {"state_at_aggregation": kept}
+    clipping = {key: section[key] for key in ("clip_norm", "clip") if key in section}
+    return {"state_at_aggregation": kept, **clipping}
 
 
 def read_plan(tree: Mapping[str, Any]) -> Plan:

@@ -32,7 +32,8 @@ class ServerPart(Protocol):
     def backward(self, forwarded: Any) -> Any: ...
     def chunk_bytes(self, message: Message, encoding: str) -> Sequence[int]: ...  # of its gradient, chunk by chunk
     def encode(self, gradient: Any, encoding: str, place: Place) -> Body: ...  # its first chunk, at least
-    def step(self, at: StepCount) -> None: ...
+    def measure_gradient(self) -> float: ...  # the squared norm of what a step will apply
+    def step(self, at: StepCount, others: float = 0.0) -> None: ...  # with that of the other side
     def take_loss(self) -> float | None: ...
     def take_encoding_error(
         self,

@@ -21,7 +21,7 @@ from pipar.server.plan_updates import PlanUpdates
 from pipar.server.progress import ProgressReporter
 from pipar.server.replicas import Replicas
 from pipar.server.session import Session
-from pipar.wire.messages import Body, Chunks, Kind, Message, Payload, chunk_count
+from pipar.wire.messages import Body, Chunks, Kind, Message, Payload, chunk_count, norm_body, read_norm
 from pipar.wire.orders import Orders, TrainedPart
 
 
@@ -104,7 +104,7 @@ class Serving:
             if batches.samples > session.introduction.samples:
                 raise ProtocolError(f"{message} exceeds the {session.introduction.samples} samples of the device.")
             self._begin_to_keep(session, orders, message)
-            await self._serve_micro_batch(session, replica, orders, message)
+            await self._serve_micro_batch(session, replica, orders, message, is_last=batches.is_whole)
             if batches.is_whole:
                 loss, error = await self._finish_iteration(session, replica, orders, message)
                 losses.append(loss)
@@ -160,7 +160,9 @@ class Serving:
         session.expect_no_state()
         await self._exchange.receive_state(session, replica, message, epoch)
 
-    async def _serve_micro_batch(self, session: Session, replica: ServerPart, orders: Orders, message: Message) -> None:
+    async def _serve_micro_batch(
+        self, session: Session, replica: ServerPart, orders: Orders, message: Message, *, is_last: bool
+    ) -> None:
         """Compute the gradients of one micro-batch, and send that of its activations to the device."""
         await self._replicas.wait_for_turn(session.device)
         plan, work = orders.plan, _work_of(message, orders, session.device)
@@ -179,7 +181,7 @@ class Serving:
         )
         steps = (
             *forward,
-            (work("bs"), replica.backward),
+            (work("bs"), _measured_backward(replica) if is_last and orders.exchanges_norms else replica.backward),
             (first, partial(replica.encode, encoding=plan.down, place=place)),
         )
         if others:  # the first chunk leaves while they are encoded
@@ -192,14 +194,29 @@ class Serving:
         self, session: Session, replica: ServerPart, orders: Orders, message: Message
     ) -> tuple[float | None, SquaredError]:
         """Apply the gradients of a batch; return its summed loss, and the error of a lossy encoding."""
+        others = await self._exchange_norms(session, replica, message) if orders.exchanges_norms else 0.0
         step = _work_of(message, orders, session.device)("step")
         self._replicas.note_step(session.device, message)
-        await self._replicas.compute(session, (step, partial(replica.step, _step_of(message, orders, session))))
+        await self._replicas.compute(session, (step, partial(replica.step, _step_of(message, orders, session), others)))
         # Before the turn ends: the next device's forward, in another thread, adds to those of a shared model.
         loss, error = replica.take_loss(), replica.take_encoding_error()
         self._replicas.end_turn(session.device)
         self._progress.note_batch(session, message, loss)
         return loss, error
+
+    async def _exchange_norms(self, session: Session, replica: ServerPart, message: Message) -> float:
+        """Send the squared norm of the replica's gradient at once; return the device's, which follows its backwards.
+
+        So the device need not wait for it: it has it when its own gradient is complete.
+        """
+        place = (message.epoch, message.iteration)
+        if session.wants_gradient_of(message.epoch):
+            session.channel.post(Message(Kind.NORM, *place, body=norm_body(replica.measure_gradient())))
+        answer = await self._next(session)
+        expect(answer, Kind.NORM, message.epoch)
+        if answer.iteration != message.iteration:
+            raise ProtocolError(f"{answer} arrived instead of the norm of iteration {message.iteration}.")
+        return read_norm(answer)
 
     async def drop(self, session: Session, epoch: int, reason: str) -> None:
         """Exclude a device from a round, and discard all that it has done in it."""
@@ -309,6 +326,17 @@ class GradientReply:
         assert self._body is not None
         assert self._body.chunks is not None
         return self._body.chunks
+
+
+def _measured_backward(replica: ServerPart) -> Callable[[Any], Any]:
+    """Return the last backward of a batch, after which the replica's gradient is complete and is measured."""
+
+    def backward(forwarded: Any) -> Any:
+        gradient = replica.backward(forwarded)
+        replica.measure_gradient()
+        return gradient
+
+    return backward
 
 
 def _place_of(error: Exception) -> str:

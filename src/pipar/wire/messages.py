@@ -7,6 +7,7 @@ HELLO          ->                        name, samples, and the device's profile
                <-          ROUND         train this epoch
 ACTIVATION     ->                        one micro-batch and its labels, or the numbers of activations sent before
                <-          GRADIENT      of its activations; empty if the device has nothing to train
+NORM          <->                        squared norm of its gradient after a batch, if they are clipped together
 END_EPOCH      ->                        'stop epoch': samples trained, loss if the device computed it, its uplink
 MODEL          ->                        the trained part
                <-          PLAN          a new plan from now on, if there is one
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -55,6 +57,7 @@ class Kind(IntEnum):
     STATE = 13
     ABANDON = 14
     ALIVE = 15
+    NORM = 16
 
 
 #: These open, keep or end a connection. They have no number, overtake queued messages, and are not sent again.
@@ -72,6 +75,9 @@ ENCODINGS = {"raw": 0, "json": 1, "safetensors": 2, "trace": 3, "changes": 4, SE
 }
 LABEL_BYTES = 4  # int32, after the activations
 COUNT_BYTES = 8  # float64, after the targets: what the whole batch counts, if that depends on its targets
+_NORM_BYTES = 8
+#: As for tensors of peers: the square of the largest norm that training needs.
+_LARGEST_SQUARED_NORM = 1e36
 NUMBER_BYTES = 4  # of an activation that was sent before
 
 
@@ -284,6 +290,23 @@ def read_json(message: Message) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ProtocolError(f"{message} carries JSON of type {type(content).__name__}; an object is needed.")
     return content
+
+
+def norm_body(squared: float) -> Body:
+    """Return the content of NORM: the squared norm of one side's gradient."""
+    return Body.of(struct.pack("<d", squared))
+
+
+def read_norm(message: Message) -> float:
+    """Return the squared norm in NORM; raise ProtocolError if it is no number that a gradient may have."""
+    content = bytes(message.body.contiguous()) if message.body.buffers else b""
+    squared = struct.unpack("<d", content)[0] if len(content) == _NORM_BYTES else math.nan
+    if not 0 <= squared <= _LARGEST_SQUARED_NORM:
+        raise ProtocolError(
+            f"{message} carries no squared norm from 0 to {_LARGEST_SQUARED_NORM:g}. Unless the device is faulty, the "
+            "training has diverged: a smaller optimizer.learning_rate may help."
+        )
+    return float(squared)
 
 
 def coded_chunks(body: Body) -> list[int]:

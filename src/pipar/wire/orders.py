@@ -41,6 +41,10 @@ class Orders:
     steady_layers: int = 0
     #: The rounds of the whole training, if the schedule of the optimiser depends on them; else 0.
     epochs: int = 0
+    #: 1 if both sides tell each other the norms of their gradients, to clip them together.
+    norms: int = 0
+    #: A number that differs with the settings of the optimiser; 0 for the default ones.
+    optimizer: int = 0
 
     def to_body(self) -> Body:
         rest = {key: value for key, value in self.__dict__.items() if key != "plan" and _RARE.get(key) != value}
@@ -82,6 +86,11 @@ class Orders:
         return self.plan.split_point > self.frozen_layers
 
     @property
+    def exchanges_norms(self) -> bool:
+        """Whether the norms of gradients are exchanged after each batch: not if all that is trained is on one side."""
+        return self.norms == 1 and self.trains_part and self.plan.split_point < self.layers
+
+    @property
     def is_steady(self) -> bool:
         """Whether the device's part gives the same activations in every epoch; it computes each sample by itself."""
         return self.plan.split_point <= self.steady_layers and self.plan.split_point < self.layers
@@ -111,7 +120,7 @@ class Orders:
 
 
 #: Fields that most trainings leave at these values are left out then.
-_RARE = {"frozen_layers": 0, "steady_layers": 0, "epochs": 0}
+_RARE = {"frozen_layers": 0, "steady_layers": 0, "epochs": 0, "norms": 0, "optimizer": 0}
 _PLAN = {"split_point": int, "micro_batches": int, "window": int, "up": str, "down": str}
 _LEAST = {
     "split_point": 1,
@@ -130,6 +139,8 @@ _MOST = {
     "batch_size": LARGEST_BATCH,
     "releases": 2**53,
     **dict.fromkeys(_RARE, 100_000),
+    "norms": 1,
+    "optimizer": 2**32 - 1,
 }
 #: Sums of these stay finite.
 _LARGEST_AMOUNT = 1e300
