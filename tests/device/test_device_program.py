@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +25,7 @@ from pipar.planner.costs import Costs
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import memory_pair
-from pipar.wire.messages import Body, Kind, Message, json_body, read_json
+from pipar.wire.messages import Body, Kind, Message, json_body, norm_body, read_json
 from pipar.wire.orders import Orders, plan_body
 
 # A batch of 10 takes the device 10 s forward and 20 s backward.
@@ -265,6 +266,43 @@ def test_a_device_answers_a_plan_that_moves_layers_with_their_momentum_if_it_is_
     answers = [Kind.STATE] if keep else []
     assert [message.kind for message in received] == [*answers, Kind.END_EPOCH, Kind.MODEL]  # P = Q: no activations
     assert outcome.part.log == ["fc1", "fc2", "fc3", "bc1", "bc2", "bc3"]
+
+
+@pytest.mark.parametrize(
+    ("norms", "sentence"),
+    [
+        ([Message(Kind.NORM, 1, 2, body=norm_body(1.0))], "but no step waits for it"),
+        ([Message(Kind.NORM, 1, 1, body=norm_body(1.0))] * 2, "but no step waits for it"),
+        ([Message(Kind.NORM, 1, 1, body=norm_body(math.nan))], "carries no squared norm"),
+        ([Message(Kind.NORM, 1, 1, body=norm_body(1.0))], None),
+    ],
+    ids=["of another batch", "twice", "not a number", "right"],
+)
+def test_a_device_exchanges_norms_once_a_batch(norms: list[Message], sentence: str | None) -> None:
+    received: list[Message] = []
+
+    async def script(channel: Channel) -> None:
+        await channel.receive()
+        for message in (welcome(replace(ORDERS, norms=1)), MODEL, Message(Kind.ROUND, 1)):
+            channel.post(message)
+        while (message := await channel.receive()).kind is Kind.ACTIVATION:
+            channel.post(gradient(message))
+            if message.micro_batch == 5:
+                for norm in norms:
+                    channel.post(norm)
+        received.append(message)
+        if message.kind is not Kind.FAULT:
+            received.append(await channel.receive())
+            channel.post(Message(Kind.STOP, 1))
+
+    outcome = live(script, samples=10)
+    if sentence is None:
+        assert outcome.failure is None
+        assert [message.kind for message in received] == [Kind.NORM, Kind.END_EPOCH]
+        assert (received[0].epoch, received[0].iteration) == (1, 1)
+    else:
+        assert sentence in str(outcome.failure)
+    assert outcome.left_running == 0
 
 
 def test_a_device_with_its_own_profile_sends_it() -> None:

@@ -30,7 +30,7 @@ from pipar.methods import METHODS, Plan
 from pipar.planner import replanner
 from pipar.profiling.profile import Profile
 from pipar.transport.channel import Channel
-from pipar.wire.messages import Body, Kind, Message
+from pipar.wire.messages import Body, Kind, Message, norm_body
 
 
 def as_json(profile: Profile) -> object:
@@ -273,6 +273,52 @@ def test_a_device_that_answers_a_plan_wrongly_is_disconnected(
     assert reason in outcome.of(Lost)[0].reason
     assert reason in str(outcome.lives[1])
     assert outcome.left_running == 0
+
+
+# --- norms of gradients
+
+
+BATCH_BY_HAND = EPOCH_BY_HAND[:5]
+
+
+def norm(squared: float = 4.0, iteration: int = 1, epoch: int = 1) -> Message:
+    return Message(Kind.NORM, epoch, iteration, body=norm_body(squared))
+
+
+def test_devices_exchange_the_norms_of_their_gradients_after_each_batch() -> None:
+    script = (*BATCH_BY_HAND, Kind.NORM, norm(), *EPOCH_BY_HAND[5:])
+    outcome = train([honest("a"), by_hand(*script)], norms=1)
+    assert outcome.failure is None
+    assert [result.samples for result in outcome.results] == [30]
+    assert outcome.left_running == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (end_epoch(), "instead of NORM of epoch 1."),
+        (activation(iteration=2), "instead of NORM of epoch 1."),
+        (norm(epoch=2), "instead of NORM of epoch 1."),
+        (norm(iteration=2), "instead of the norm of iteration 1."),
+        (norm(float("nan")), "carries no squared norm from 0 to 1e+36"),
+        (norm(float("inf")), "carries no squared norm"),
+        (norm(-1.0), "carries no squared norm"),
+        (replace(norm(), body=Body.of(b"12")), "carries no squared norm"),
+    ],
+    ids=["no norm", "the next batch", "epoch", "iteration", "not a number", "infinite", "negative", "short"],
+)
+def test_a_device_that_answers_a_norm_wrongly_is_disconnected(said: Message, reason: str) -> None:
+    outcome = train([honest("a"), by_hand(*BATCH_BY_HAND, Kind.NORM, said)], norms=1)
+    assert outcome.failure is None
+    assert outcome.counted == [{"a": 20}]
+    assert reason in str(outcome.lives[1])
+    assert outcome.left_running == 0
+
+
+def test_a_norm_that_is_not_asked_for_ends_the_session() -> None:
+    outcome = train([honest("a"), by_hand(*BATCH_BY_HAND, norm(), *EPOCH_BY_HAND[5:])])
+    assert outcome.counted == [{"a": 20}]
+    assert "instead of END_EPOCH of epoch 1." in str(outcome.lives[1])
 
 
 @pytest.mark.usefixtures("every_round")

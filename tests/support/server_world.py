@@ -166,6 +166,7 @@ def train(
     validation: Sequence[tuple[int, Any]] = (),
     losses: Sequence[float] = (),
     keep_state: bool = False,
+    norms: int = 0,
     plan_joined: PlanJoined | None = None,
     replan: Replan | None = None,
     min_devices: int = 1,
@@ -189,7 +190,9 @@ def train(
     noise = {} if terms is None else {"clip": terms.clip, "noise_multiplier": terms.multiplier}
     if terms is not None and terms.target_epsilon is not None:
         noise["budget"] = terms.budget
-    orders = {name: Orders(n, plan, 2, 10, False, keep_state, **noise) for n, name in enumerate(devices, start=1)}
+    orders = {
+        name: Orders(n, plan, 2, 10, False, keep_state, norms=norms, **noise) for n, name in enumerate(devices, start=1)
+    }
 
     def emit(result: EpochResult, spans: list[Span]) -> None:
         outcome.results.append(result)

@@ -17,7 +17,18 @@ from pipar.execution import spans
 from pipar.wire import frames as wire_format
 from pipar.wire.encodings import CODED
 from pipar.wire.frames import Assembler, Frame, body_limit, check_fits, cut_message, pack_frame, unpack_frame
-from pipar.wire.messages import DTYPES, ENCODINGS, ITEM_BYTES, SEVERAL, UNNUMBERED, Body, Kind, Message, json_body
+from pipar.wire.messages import (
+    DTYPES,
+    ENCODINGS,
+    ITEM_BYTES,
+    SEVERAL,
+    UNNUMBERED,
+    Body,
+    Kind,
+    Message,
+    json_body,
+    norm_body,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 WIRE_MD = "".join((DOCS / page).read_text("utf-8") for page in ("wire.md", "reference/wire-messages.md"))
@@ -107,6 +118,12 @@ GOLDEN: dict[Kind, tuple[Message, str]] = {
         Message(Kind.ABANDON, 6),
         "5050 03 0e 00000007 00000009 00000005 00000006 00000000 0000 00000000 00000000 00 00 0000 0001 00"
         "0000000000000000",
+    ),
+    Kind.NORM: (
+        Message(Kind.NORM, 2, 3, body=norm_body(0.25)),
+        "5050 03 10 00000007 00000009 00000005 00000002 00000003 0000 00000000 00000000 00 00 0000 0001 00"
+        "0000000000000008"
+        "000000000000d03f",
     ),
     Kind.ALIVE: (
         Message(Kind.ALIVE),
@@ -328,7 +345,7 @@ BAD_FRAMES = {
     "nothing": (b"", "not a pipar frame"),
     "bad magic": (damaged(0, b"HT"), "not a pipar frame"),
     "another version": (damaged(2, b"\x01"), "version 1 of the protocol, and this side version 3"),
-    "unknown kind": (damaged(3, b"\x10"), "kind 16"),
+    "unknown kind": (damaged(3, b"\x11"), "kind 17"),
     "kind zero": (damaged(3, b"\x00"), "kind 0"),
     "unknown dtype": (damaged(34, b"\x03"), "dtype 3"),
     "unknown encoding": (damaged(35, b"\x07"), "encoding 7"),
