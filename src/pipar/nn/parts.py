@@ -485,8 +485,8 @@ class TorchServerPart(Part):
         self.loss_sum += loss.item() * batch_samples
         return activation, loss
 
-    def step(self, at: StepCount = FIRST_STEP) -> None:
-        super().step(at)
+    def step(self, at: StepCount = FIRST_STEP, others: float = 0.0) -> None:
+        super().step(at, others)
         self._counted = _BatchCount()
 
     def _loss(self, activation: Activation, targets: Targets, count: float) -> torch.Tensor:
