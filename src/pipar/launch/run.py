@@ -26,6 +26,7 @@ from pipar.launch.rehearsal import rehearse
 from pipar.monitoring.tracker_threads import tracked
 from pipar.recording.recorder import check_can_record, recorded
 from pipar.server.allow_list import AllowList
+from pipar.storage.comparison import Comparison
 from pipar.storage.result import Result
 from pipar.storage.run_folder import RunFolder, save_result, without_signals
 from pipar.storage.run_lock import folder_locked
@@ -119,16 +120,20 @@ def compare(
     *,
     methods: Sequence[str] = ("fl", "sl", "sfl", "pipar"),
     **options: Any,
-) -> dict[str, Result]:
+) -> Comparison:
     """Train with several methods, one after another, with the same configuration; return the results by method.
 
     `options` are those of `run`.
+
+    >>> both = pipar.compare(methods=["fl", "pipar"], world="timing-only", settings=SMALL)
+    >>> [row["method"] for row in both.rows()]
+    ['fl', 'pipar']
     """
     resolved = _configuration(config, options.pop("settings", ()), options.get("datasets"))
     configs = {
         method: with_method(resolved, method) for method in methods
     }  # all are checked before the first one is trained
-    return {method: run(changed, **options) for method, changed in configs.items()}
+    return Comparison({method: run(changed, **options) for method, changed in configs.items()})
 
 
 def with_method(config: Config, method: str) -> Config:

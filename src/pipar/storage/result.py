@@ -8,14 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipar.errors import InputError
+from pipar.storage import result_views
 
 if TYPE_CHECKING:
+    import pandas
     import torch
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: its folder and the content of its result.json."""
+    """A finished run: its folder and the content of its result.json; a notebook shows it as a table.
+
+    >>> result = pipar.run(world="timing-only", settings=SMALL)
+    >>> result.content["method"], len(result.epochs)
+    ('pipar', 2)
+    """
 
     folder: Path
     content: Mapping[str, Any]
@@ -45,8 +53,34 @@ class Result:
         seconds = [float(epoch["seconds"]) for epoch in self.epochs]
         return sum(seconds) / len(seconds)
 
+    def frame(self) -> pandas.DataFrame:
+        """Return the epochs as a DataFrame of pandas, with their numbers as its index.
+
+        >>> frame = pipar.run(world="timing-only", settings=SMALL).frame()
+        >>> frame.index.tolist(), "utilisation.server" in frame.columns
+        ([1, 2], True)
+        """
+        return result_views.frame(self.epochs, "epoch", "Result.frame()")
+
+    def plot(self) -> Figure:
+        """Return a figure of matplotlib: losses and accuracy by epoch, or seconds if nothing was trained.
+
+        >>> figure = pipar.run(world="timing-only", settings=SMALL).plot()
+        >>> figure.axes[0].get_xlabel()
+        'epoch'
+        """
+        return result_views.plot_epochs(self)  # type: ignore[no-any-return]
+
+    def _repr_html_(self) -> str:
+        return result_views.result_html(self)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the trained weights, under the names that they have in your own module."""
+        """Return the trained weights, under the names that they have in your own module.
+
+        >>> result = pipar.run(world="virtual", model=model, datasets=datasets, settings=SMALL)
+        >>> list(result.state_dict())
+        ['0.bias', '0.weight', '2.bias', '2.weight']
+        """
         import safetensors.torch  # imports torch, which a timing-only run does without
 
         file = self.folder / "model.safetensors"
@@ -55,7 +89,12 @@ class Result:
         return safetensors.torch.load_file(file)
 
     def model(self) -> torch.nn.Module:
-        """Return your module with the trained weights, in eval mode: a copy of the one that was given, or a new one."""
+        """Return your module with the trained weights, in eval mode: a copy of the one that was given, or a new one.
+
+        >>> result = pipar.run(world="virtual", model=model, datasets=datasets, settings=SMALL)
+        >>> result.model()(torch.zeros(1, 8)).shape
+        torch.Size([1, 3])
+        """
         if self.make_network is None:
             raise InputError(
                 f"The network of {self.folder} is not known here: load Result.state_dict() into your own module."

@@ -1,0 +1,151 @@
+"""Results as people look at them in Python: tables of pandas, figures of matplotlib, HTML for notebooks."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pipar.extras import optional_library
+from pipar.html_table import html_facts, html_line, html_page, html_rows
+from pipar.storage.run_json import plan_from_json
+from pipar.units import format_percent
+from pipar.wording import equivalence_text, plans_text
+
+if TYPE_CHECKING:
+    from pipar.storage.result import Result
+
+Row = Mapping[str, Any]
+WORLDS = {"real": "real processes", "virtual": "virtual time", "timing-only": "virtual time, timing only"}
+#: Epochs and plans that HTML shows.
+_MOST_EPOCHS = 10
+_MOST_PLANS = 4
+#: Columns of the table of epochs: key, title, decimals; those that no epoch has are left out.
+_COLUMNS = (
+    ("seconds", "seconds", 2),
+    ("train_loss", "train loss", 4),
+    ("val_loss", "val loss", 4),
+    ("val_accuracy", "val acc.", 3),
+    ("epsilon", "epsilon", 3),
+)
+
+
+# --- pandas
+
+
+def frame(rows: Iterable[Row], index: str, purpose: str) -> Any:
+    """Return rows as a DataFrame; a nested value is a column of its own, as in "utilisation.server"."""
+    pandas = optional_library("pandas", extra="notebook", purpose=purpose)
+    made = pandas.DataFrame([dict(_flat(row)) for row in rows])
+    return made.set_index(index) if index in made else made
+
+
+def _flat(row: Row, before: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield the names and values of a row; lists, such as the bytes of each device, are left out."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        elif not isinstance(value, list | tuple):
+            yield f"{before}{name}", value
+
+
+# --- matplotlib
+
+
+def new_figure(purpose: str, columns: int) -> tuple[Any, Any]:
+    """Return an empty figure with axes side by side.
+
+    pyplot does not know the figure: a notebook shows what pyplot knows at the end of a cell, and would show it twice.
+    """
+    figures = optional_library("matplotlib.figure", extra="notebook", purpose=purpose)
+    figure = figures.Figure(figsize=(4.5 * columns, 3.2), layout="constrained")
+    figure._repr_png_ = partial(_png, figure)
+    return figure, figure.subplots(1, columns, squeeze=False)[0]
+
+
+def _png(figure: Any) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    return file.getvalue()
+
+
+def plot_epochs(result: Result) -> Any:
+    """Return a figure of a run: its losses and its accuracy by epoch, or its seconds if it trains nothing."""
+    epochs = result.epochs
+    has = {key: any(epoch.get(key) is not None for epoch in epochs) for key in ("train_loss", "val_accuracy")}
+    figure, axes = new_figure("Result.plot()", 1 + all(has.values()))
+    numbers = [epoch["epoch"] for epoch in epochs]
+    if not has["train_loss"]:
+        curve(axes[0], numbers, epochs, {"seconds": ""}, "seconds per epoch")
+    else:
+        curve(axes[0], numbers, epochs, {"train_loss": "training", "val_loss": "validation"}, "loss")
+        if has["val_accuracy"]:
+            curve(axes[1], numbers, epochs, {"val_accuracy": ""}, "validation accuracy")
+    for one in axes:
+        one.set_xlabel("epoch")
+        one.xaxis.get_major_locator().set_params(integer=True)
+    figure.suptitle(title(result.content))
+    return figure
+
+
+def curve(axes: Any, x: Sequence[float], epochs: Sequence[Row], labels: Mapping[str, str], name: str) -> None:
+    """Draw values of epochs, one line for each key with its label."""
+    for key, label in labels.items():
+        values = [epoch.get(key) for epoch in epochs]
+        if any(value is not None for value in values):
+            known = [float("nan") if value is None else value for value in values]
+            axes.plot(x, known, marker=".", label=label or None)
+    axes.set_title(name, fontsize="medium")
+    if len([label for label in labels.values() if label]) > 1:
+        axes.legend(frameon=False)
+
+
+# --- HTML
+
+
+def title(content: Row) -> str:
+    """Return what was trained: "vgg5 on digits, pipar, virtual time"."""
+    return f"{content['model']} on {content['dataset']}, {content['method']}, {WORLDS[content['world']]}"
+
+
+def result_html(result: Result) -> str:
+    """Return a run as HTML: what was trained and how it ended, then its last epochs."""
+    content, epochs = result.content, result.epochs
+    facts = {
+        "plan": plans(content),
+        "epoch": f"{result.seconds_per_epoch:.2f} s on average" if epochs else None,
+        "test accuracy": percent(result.test_accuracy) if result.test_accuracy is not None else None,
+        "equivalence": equivalence_text(content),
+        "stopped": content.get("stopped"),
+        "folder": str(result.folder),
+    }
+    left_out = len(epochs) - _MOST_EPOCHS
+    note = [html_line(f"The last {_MOST_EPOCHS} of {len(epochs)} epochs")] if left_out > 0 else []
+    table = epochs_html(epochs[-_MOST_EPOCHS:]) if epochs else html_line("No epoch was finished.")
+    return html_page(title(content), html_facts(facts), *note, table)
+
+
+def epochs_html(epochs: Sequence[Row]) -> str:
+    """Return the table of epochs, without columns that are empty."""
+    shown = [column for column in _COLUMNS if any(epoch.get(column[0]) is not None for epoch in epochs)]
+    rows = [[str(epoch["epoch"]), *(number(epoch.get(key), digits) for key, _, digits in shown)] for epoch in epochs]
+    return html_rows(["epoch", *(name for _, name, _ in shown)], rows)
+
+
+def plans(content: Row) -> str:
+    """Return the plans at the start, with the number of devices of each."""
+    texts = [str(plan_from_json(entry)) for entry in content["plans"]]
+    counts = Counter(texts).most_common()
+    return plans_text(texts) if len(counts) <= _MOST_PLANS else f"{len(counts)} plans, {counts[0][0]} most often"
+
+
+def number(value: float | None, digits: int) -> str:
+    """Return a number, or a dash if there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share in per cent, or a dash if it is unknown."""
+    return "-" if share is None else f"{format_percent(share)} %"
