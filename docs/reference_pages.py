@@ -46,15 +46,26 @@ _PYTHON = """\
 
 {made_by}
 
-This page lists what `import pipar` provides, and what your own functions and classes must look like.
+This page lists what `import pipar` provides, and what your own functions and classes must look like. In the examples,
+`SMALL` is
+
+```python
+SMALL = ["run.epochs=2", "server.profile=i7-11850h", "devices.profile=raspberry-pi-5"]
+```
+
+and `model` and `datasets` are an `nn.Sequential` and a list of two datasets.
 
 ## Training
 
 {run}
 
+{STOP}
+
 {compare}
 
 {Result}
+
+{Comparison}
 
 ## Configuration
 
@@ -155,18 +166,26 @@ def python_page() -> str:
     """Return the page of the public names, each with its signature and docstring."""
     public = {name: getattr(pipar, name) for name in pipar.__all__}
     extensible = {thing.__name__: thing for thing in (InputError, Aggregator, DeviceModel, DeviceModels)}
-    return _PYTHON.format(made_by=_MADE_BY, **{name: _entry(thing) for name, thing in (public | extensible).items()})
+    entries = {name: _entry(name, thing) for name, thing in (public | extensible).items()}
+    return _PYTHON.format(made_by=_MADE_BY, **entries)
 
 
-def _entry(thing: Any) -> str:
+def _entry(name: str, thing: Any) -> str:
     """Return the section of a function or a class; of a class with the members that it defines."""
-    parts = [f"### {thing.__name__}"]
+    parts = [f"### {name}"]
     if inspect.isfunction(thing):
         parts.append(f"```text\n{signature(thing)}\n```")
-    parts.append(inspect.cleandoc(thing.__doc__))
+    words, example = _without_example(thing.__doc__)
+    parts += [words, f"```pycon\n{example}\n```"] if example else [words]
     if members := _members(thing):
         parts.append("\n".join(members))
     return "\n\n".join(parts)
+
+
+def _without_example(docstring: str) -> tuple[str, str]:
+    """Return what a docstring says, and the example at its end."""
+    words, arrows, example = inspect.cleandoc(docstring).partition(">>> ")
+    return words.strip(), f"{arrows}{example}"
 
 
 def _members(thing: Any) -> list[str]:
@@ -188,7 +207,7 @@ def _member(name: str, value: Any) -> str:
         shown, doc = f"{name}: {inspect.get_annotations(value.fget)['return']}", value.fget.__doc__
     else:
         shown, doc = re.sub(r"\(self(, )?", "(", signature(value)), value.__doc__
-    said = " ".join(inspect.cleandoc(doc).split()) if doc else ""
+    said = " ".join(_without_example(doc)[0].split()) if doc else ""
     return textwrap.fill(
         f"- `{shown}`{': ' if said else ''}{said}", 120, subsequent_indent="  ", break_on_hyphens=False
     )

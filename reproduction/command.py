@@ -275,8 +275,8 @@ class _Shown:
 
 @contextmanager
 def _shown(experiments: Sequence[Experiment], folder: Path, *, quick: bool, quiet: bool) -> Iterator[_Shown]:
-    from pipar.cli.display import is_live
     from pipar.cli.tables import console
+    from pipar.monitoring.display import is_live
 
     where = console(stderr=True)
     total = sum(len(experiment.cells(quick)) for experiment in experiments)

@@ -15,9 +15,10 @@ programs), `cli`.
 from pipar.config import Config
 from pipar.config_file import load_config
 from pipar.errors import PiparError
+from pipar.launch.callbacks import STOP
 from pipar.launch.run import compare, run
 from pipar.storage.comparison import Comparison
 from pipar.storage.result import Result
 
 __version__ = "0.1.0"
-__all__ = ["Comparison", "Config", "PiparError", "Result", "compare", "load_config", "run"]
+__all__ = ["STOP", "Comparison", "Config", "PiparError", "Result", "compare", "load_config", "run"]

@@ -20,7 +20,11 @@ from pipar.links import link_tree
 def load_config(
     path: Path | None = None, settings: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> Config:
-    """Return the configuration of a TOML file, or the defaults, overridden by `section.key=value` settings."""
+    """Return the configuration of a TOML file, or the defaults, overridden by `section.key=value` settings.
+
+    >>> pipar.load_config(settings=["run.epochs=3"]).run.epochs
+    3
+    """
     tree: dict[str, Any] = copy.deepcopy(dict(defaults or {}))
     if path is not None:
         try:

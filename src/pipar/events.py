@@ -254,6 +254,17 @@ class BudgetSpent:
 
 
 @dataclass(frozen=True)
+class EndedByCallback:
+    """The training ends after an epoch, because a function of the caller has asked for it or has failed."""
+
+    epoch: int
+
+    @property
+    def reason(self) -> str:
+        return f"Training ends after epoch {self.epoch}: a callback has ended it."
+
+
+@dataclass(frozen=True)
 class Dropped:
     """A device's round does not count; those of the others do."""
 
@@ -437,6 +448,7 @@ Event = (
     | EquivalenceChanged
     | RoundRestarted
     | BudgetSpent
+    | EndedByCallback
     | Dropped
     | Away
     | Back

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 #: Draws everything that a run can show, of 300 devices with long names, and ends without clearing it away.
 _DRAW = """
 import os
-from pipar.cli.display import Display
+from pipar.monitoring.display import Display
 from pipar.events import EpochResult, Preparing, Progress, ReplanFailed, Replanned, Started, TrackerFailed
 from pipar.cli.tables import console
 

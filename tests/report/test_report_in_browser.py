@@ -12,7 +12,7 @@ from support.browser import DESKTOP, PHONE, Open, Seen, chromium, hovered, marks
 from support.small_runs import SETTINGS
 
 import pipar
-from pipar.cli.tables import percent
+from pipar.monitoring.epoch_lines import percent
 from pipar.report import write_comparison
 
 pytestmark = pytest.mark.slow

@@ -26,7 +26,7 @@ from typing import Any
 
 _PRELOAD = (
     "torch", "torch._dynamo", "safetensors.torch", "cryptography.x509", "prometheus_client", "google.protobuf",
-    "pipar.cli.deploy", "pipar.cli.train", "pipar.cli.display", "pipar.job.workload", "pipar.job.model_setup",
+    "pipar.cli.deploy", "pipar.cli.train", "pipar.monitoring.display", "pipar.job.workload", "pipar.job.model_setup",
     "pipar.job.prepare", "pipar.job.explain", "pipar.profiling.measure", "pipar.storage.run_folder",
     "pipar.profiling.repeated_timing",
     "pipar.storage.checkpoint_writer", "pipar.server.enrolment", "pipar.monitoring.logs", "pipar.monitoring.metrics",

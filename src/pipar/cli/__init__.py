@@ -2,8 +2,8 @@
 
 Shared by the commands: `options`, `completion_candidates`. One module per command, or per pair of commands:
 `train` (run, compare), `deploy` (server, device), `plan`, `cuts`, `profile`, `leakage`, `report`, `replay`, `certs`,
-`data`, `doctor` with its `doctor_checks` and `machine_limits`, `completion`. Output: `display` (during a run),
-`tables`, `plan_view`, `cut_view`, `timeline_text`.
+`data`, `doctor` with its `doctor_checks` and `machine_limits`, `completion`. Output: `tables`, `plan_view`, `cut_view`,
+`timeline_text`.
 """
 
 from __future__ import annotations

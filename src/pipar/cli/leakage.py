@@ -116,7 +116,7 @@ def leakage(
 
 def with_time_left(observe: Observer, clock: Callable[[], float] = time.monotonic) -> Callable[[str, float], None]:
     """Return a callback that adds the estimated time left to the words of each progress report."""
-    from pipar.cli.display import clock_text
+    from pipar.monitoring.display import clock_text
     from pipar.monitoring.progress import TimeEstimate
 
     estimate = TimeEstimate()

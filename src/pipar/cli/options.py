@@ -22,8 +22,8 @@ from pipar.links import NAMED_LINKS
 from pipar.methods import METHODS
 
 if TYPE_CHECKING:
-    from pipar.cli.display import Display
     from pipar.events import Event, Observer
+    from pipar.monitoring.display import Display
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -284,8 +284,8 @@ class Interrupted(Exception):  # noqa: N818 - it is no error
 @contextlib.contextmanager
 def watched(config: Config | None = None, *, quiet: bool) -> Iterator[Display]:
     """Yield the display of a run; an interruption, also by SIGTERM, raises `Interrupted` with its saved folders."""
-    from pipar.cli.display import Display
     from pipar.cli.tables import console
+    from pipar.monitoring.display import Display
     from pipar.wording import setting_text
 
     display = Display(console(stderr=True), quiet=quiet, emulated=setting_text(config) if config else "")

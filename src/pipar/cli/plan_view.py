@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pipar.cli.cut_view import cuts_table, summary_lines
-from pipar.cli.tables import new_table, percent
+from pipar.cli.tables import new_table
 from pipar.cli.timeline_text import Chart
 from pipar.job.explanation import DeviceGroup, ExhaustiveSearch, Explanation, LeakageLimitCost, Option, Plans, Timeline
+from pipar.monitoring.epoch_lines import percent
 from pipar.planner.fleet import Member
 from pipar.planner.search_settings import TIE
 from pipar.planner.timing import LANES

@@ -1,4 +1,4 @@
-"""Results in the terminal: a line per epoch; tables of runs, profiles, datasets, leakage and checks."""
+"""Results in the terminal: tables of runs, profiles, datasets, leakage and checks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from pipar.config import Config
-from pipar.events import EpochResult
 from pipar.leakage.table import as_rows, how_lines, last_line
 from pipar.methods import Plan
+from pipar.monitoring.epoch_lines import number_text, percent
 from pipar.storage.run_json import plan_from_json
-from pipar.units import format_bytes, format_percent
+from pipar.units import format_bytes
 from pipar.wording import equivalence_text, privacy_text, range_text, setting_text
 
 if TYPE_CHECKING:
@@ -34,61 +34,6 @@ _WIDEST = 110
 _CELL = 7
 #: Different plans that are listed; further ones are only counted.
 _MOST_PLANS = 8
-
-#: Columns of an epoch's line: title and width, at most 80 together.
-_COLUMNS = (
-    ("epoch", 5),
-    ("seconds", 9),
-    ("samples/s", 10),
-    ("train loss", 11),
-    ("val loss", 9),
-    ("val acc", 8),
-    ("idle s: server", 15),
-    ("device", 7),
-    ("eff.", 6),
-)
-
-
-#: With noise on updates, epsilon replaces this column: a line has no room for both.
-_REPLACEABLE = "samples/s"
-
-
-def epoch_header(*, private: bool = False) -> str:
-    """Return the titles of the columns of `epoch_line`."""
-    titles = (("epsilon" if private and title == _REPLACEABLE else title, width) for title, width in _COLUMNS)
-    return "".join(title.rjust(width) for title, width in titles)
-
-
-def epoch_line(result: EpochResult) -> str:
-    """Return the results of one epoch in one line of at most 80 columns."""
-    rate = result.samples / result.seconds if result.seconds else None
-    widths = dict(_COLUMNS)
-    values = (
-        str(result.epoch),
-        _number(result.seconds, 2, widths["seconds"]),
-        _number(*((rate, 1) if result.epsilon is None else (result.epsilon, 4)), widths[_REPLACEABLE]),
-        _number(result.train_loss, 4, widths["train loss"]),
-        _number(result.val_loss, 4, widths["val loss"]),
-        percent(result.val_accuracy),
-        _number(result.server_idle_s, 2, widths["idle s: server"]),
-        _number(result.device_idle_s, 2, widths["device"]),
-        percent(result.efficiency, 0),
-    )
-    return "".join(value.rjust(width) for value, (_, width) in zip(values, _COLUMNS, strict=True))
-
-
-def _number(value: float | None, digits: int, width: int) -> str:
-    """Return a number with up to `digits` decimals; with fewer, or as a power of ten, if `width` is too small."""
-    if value is None:
-        return "-"
-    texts = [*(f"{value:.{kept}f}" for kept in range(digits, -1, -1)), f"{value:.1e}", f"{value:.0e}"]
-    return next((text for text in texts if len(text) < width), texts[-1])
-
-
-def percent(share: float | None, digits: int = 1) -> str:
-    """Return a share in per cent; a dash if it is unknown."""
-    return "-" if share is None else f"{format_percent(share, digits)} %"
-
 
 # --- plans in words
 
@@ -233,16 +178,16 @@ def _epochs_text(content: Mapping[str, Any]) -> str:
 
 def _comparison_row(result: Result, base_s: float, *, private: bool) -> list[str]:
     epochs, seconds = result.epochs, result.seconds_per_epoch
-    epsilon = [_number(result.content.get("epsilon"), 3, _CELL)] if private else []
+    epsilon = [number_text(result.content.get("epsilon"), 3, _CELL)] if private else []
     return [
-        _number(seconds, 2, _CELL),
+        number_text(seconds, 2, _CELL),
         f"{base_s / seconds:.2f}x" if seconds else "-",
-        _number(_average(epochs, "server_idle_s"), 2, _CELL),
-        _number(_average(epochs, "device_idle_s"), 2, _CELL),
+        number_text(_average(epochs, "server_idle_s"), 2, _CELL),
+        number_text(_average(epochs, "device_idle_s"), 2, _CELL),
         percent(result.test_accuracy),
         *epsilon,
-        _number(_average(epochs, "bytes_up") / 1e6, 2, _CELL),
-        _number(_average(epochs, "bytes_down") / 1e6, 2, _CELL),
+        number_text(_average(epochs, "bytes_up") / 1e6, 2, _CELL),
+        number_text(_average(epochs, "bytes_down") / 1e6, 2, _CELL),
     ]
 
 

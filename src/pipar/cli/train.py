@@ -146,7 +146,7 @@ def _watched(
         # Also with --json, which prints its document to standard output: otherwise the URL would be unknown.
         announce = partial(click.echo, err=True) if quiet else display.say
         with live_page(dashboard, token, announce) as observers:
-            yield {"observe": tell_all(display.observe, *observers), "pictures": bool(observers)}
+            yield {"observe": tell_all(display.observe, *observers), "pictures": bool(observers), "progress": False}
 
 
 def _methods(text: str) -> list[str]:

@@ -66,6 +66,7 @@ class ServerSetup:
     checkpointer: Checkpointer | None = None
     best: ModelKeeper | None = None  # keeps the best global model
     accountant: PrivacyAccountant | None = None  # with what the devices have spent of their privacy budgets before
+    should_stop: Callable[[], bool] = lambda: False  # whether the caller wants no further round
     done: Sequence[float | None] = ()  # the validation losses of the epochs that were trained before
 
 
@@ -138,6 +139,7 @@ class _ServerBuilder:
             round_deadline_s=_seconds(config.server.round_deadline, None),
             validation=self._setup.validation,
             deadline=self._setup.deadline,
+            should_stop=self._setup.should_stop,
         )
 
     def _chosen_timeouts(self) -> ChosenTimeouts | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event as EventFlag
 from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any
@@ -107,6 +108,11 @@ class ProcessEnvironment:
         sys.path[:] = self.path
         os.environ.clear()
         os.environ.update(self.environment)
+
+
+def new_signal() -> EventFlag:
+    """Return a flag that this process sets and its children read."""
+    return multiprocessing.get_context("forkserver").Event()
 
 
 class ChildProcesses:

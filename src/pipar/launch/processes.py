@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.synchronize import Event as EventFlag
 from pathlib import Path
 
 from pipar.device.interfaces import Equipment
 from pipar.errors import InputError
-from pipar.events import Listening, Observer
+from pipar.events import Event, Listening, Observer
 from pipar.execution.lanes import ThreadLanes
 from pipar.execution.spans import SERVER
 from pipar.job.job import Job
@@ -18,7 +19,7 @@ from pipar.job.plans import make_plans
 from pipar.job.warm_up import warm_up, warm_up_device
 from pipar.job.workload import UserObjects, Workload
 from pipar.launch.assemble import ServerSetup, assemble_server, run_device
-from pipar.launch.child_processes import ChildProcesses, EventSender, GracefulTermination
+from pipar.launch.child_processes import ChildProcesses, EventSender, GracefulTermination, new_signal
 from pipar.launch.final_model import final_files
 from pipar.launch.rehearsal import rehearse
 from pipar.methods import Plan
@@ -42,17 +43,25 @@ def train_in_processes(
     *,
     pictures: bool = False,
     record: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Train with real processes; that of the server writes the run's folder. Ctrl-C saves the epochs so far, and is
-    raised again.
+    raised again. No round begins after `should_stop` has returned True for an event.
 
     Every device gets a token through the pipe that starts its process, so that no other user of the machine can join.
     """
-    processes = ChildProcesses(observe)
+    stop = new_signal()
+
+    def watch(event: Event) -> None:
+        observe(event)
+        if should_stop():
+            stop.set()
+
+    processes = ChildProcesses(watch)
     _ = job.update_noise  # chosen here once, so that devices need not import an accountant
     tokens = {spec.name: new_token() for spec in job.specs}
     try:
-        task = _ServerTask(folder, command, Tokens.of(tokens), pictures, record)
+        task = _ServerTask(folder, command, Tokens.of(tokens), pictures, record, stop)
         processes.start(SERVER, _server_process, job, own, task)
         address = processes.wait_for_server()
         for spec in job.specs:
@@ -82,6 +91,7 @@ class _ServerTask:
     tokens: Tokens
     pictures: bool
     record: bool
+    stop: EventFlag  # that no further round is wanted
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,7 @@ def _server_process(sender: EventSender, job: Job, own: UserObjects, task: _Serv
         enrolment=ClosedEnrolment(job, partial(plans_for_profiles, job)),
         accountant=run.accountant,
         best=run.best,
+        should_stop=task.stop.is_set,
     )
     try:
         with recorded(run, world="real", is_on=task.record) as (emitting, watching):

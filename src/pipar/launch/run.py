@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,14 +15,16 @@ from pipar.aggregator_settings import check_method
 from pipar.config import Config, check_private_updates, device_names, device_specs, validated_keys
 from pipar.config_file import config_from, load_config, with_settings
 from pipar.errors import ConfigError
-from pipar.events import LOADING, EpochResult, Observer, Preparing, Started, ignore
+from pipar.events import LOADING, EpochResult, Observer, Preparing, Started, Starting, ignore, tell_all
 from pipar.execution.schedule import count_batches
 from pipar.execution.spans import Span
 from pipar.job.equivalence import equivalence_reasons
 from pipar.job.job import Job
 from pipar.job.prepare import prepare, prepare_timing_only
+from pipar.launch.callbacks import Callback, Callbacks
 from pipar.launch.final_model import final_files
 from pipar.launch.rehearsal import rehearse
+from pipar.monitoring.showing import shown
 from pipar.monitoring.tracker_threads import tracked
 from pipar.recording.recorder import check_can_record, recorded
 from pipar.server.allow_list import AllowList
@@ -31,7 +33,7 @@ from pipar.storage.result import Result
 from pipar.storage.run_folder import RunFolder, save_result, without_signals
 from pipar.storage.run_lock import folder_locked
 from pipar.storage.run_names import new_folder, remove_if_no_epochs, run_name
-from pipar.wording import guess_text, ruled_out_text
+from pipar.wording import guess_text, ruled_out_text, setting_text, training_text
 
 if TYPE_CHECKING:
     from pipar.job.workload import UserObjects, Workload
@@ -50,6 +52,8 @@ def run(
     validation: Any = None,
     test: Any = None,
     settings: Sequence[str] = (),
+    callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
     observe: Observer = ignore,
     pictures: bool = False,
     command: str | None = None,
@@ -63,9 +67,16 @@ def run(
     modules after which it may be cut, by their paths and in order of execution, instead of every usable cut. `datasets`
     are your own training data: one dataset for each device (a list or tuple in the order of the configuration, or a
     mapping by device name), or a single one to partition. `validation` and `test` are your own held-out datasets; they
-    replace those of a named dataset. `observe` is called with each event, with `pictures` also with the lanes of each
-    epoch. `report` writes an HTML report into the run's folder at the end. `record` writes a recording into it, which
-    `pipar replay` reads.
+    replace those of a named dataset. `callbacks` are called with the results of each epoch; one that returns
+    `pipar.STOP` ends the training after the round that is being trained, and an error in one does so, too, and is
+    raised when everything is saved. `progress` shows how far the training is: None does so in a terminal and in a
+    notebook, True also prints lines elsewhere, False shows nothing. `observe` is called with each event, with
+    `pictures` also with the lanes of each epoch. `report` writes an HTML report into the run's folder at the end.
+    `record` writes a recording into it, which `pipar replay` reads.
+
+    >>> result = pipar.run({"run": {"epochs": 3}}, world="timing-only", settings=SMALL[1:])
+    >>> [epoch["epoch"] for epoch in result.epochs]
+    [1, 2, 3]
     """
     if world not in WORLDS:
         raise ConfigError(f"world = '{world}' is unknown: use one of {', '.join(WORLDS)}.")
@@ -75,12 +86,28 @@ def run(
     _check_allowed(resolved)
     if record:
         check_can_record(resolved)
-    with tracked(resolved, observe) as tracking:
+    called = Callbacks(callbacks)
+    with (
+        _shown(_what(resolved, model, datasets), resolved, progress) as show,
+        tracked(resolved, tell_all(show, observe, called.observe)) as tracking,
+    ):
         typed = command if command is not None else "pipar.run"
-        options = RunOptions(typed, tracking.observe, report, pictures, record)
+        options = RunOptions(typed, tracking.observe, report, pictures, record, called)
         result = _train(resolved, world, (model, datasets, validation, test), options)
         tracking.end(result.content)
-        return result
+    called.raise_error()
+    return result
+
+
+def _shown(what: str, config: Config, progress: bool | None, *methods: str) -> AbstractContextManager[Observer]:
+    """Return a display of the progress of one training, or of one with each of these methods."""
+    program, names = ("compare", ", ".join(methods)) if methods else ("run", config.run.method)
+    return shown(progress, Starting(program, f"{what} with {names}"), setting_text(config))
+
+
+def _what(config: Config, model: Any, datasets: Any) -> str:
+    network, _, data = training_text(config).partition(" on ")
+    return f"{network if model is None else 'your network'} on {data if datasets is None else 'your data'}"
 
 
 def _check_needs_no_losses(config: Config) -> None:
@@ -133,7 +160,11 @@ def compare(
     configs = {
         method: with_method(resolved, method) for method in methods
     }  # all are checked before the first one is trained
-    return Comparison({method: run(changed, **options) for method, changed in configs.items()})
+    progress, observe = options.pop("progress", None), options.pop("observe", ignore)
+    what = _what(resolved, options.get("model"), options.get("datasets"))
+    with _shown(what, resolved, progress, *configs) as show:
+        options |= {"progress": False, "observe": tell_all(show, observe)}
+        return Comparison({method: run(changed, **options) for method, changed in configs.items()})
 
 
 def with_method(config: Config, method: str) -> Config:
@@ -186,6 +217,7 @@ class RunOptions:
     report: bool = False
     pictures: bool = False  # also send observers the lanes of each epoch
     record: bool = False  # write a recording, for `pipar replay`
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks(()))
 
     def epoch_recorder(self, folder: RunFolder) -> Callable[[EpochResult, list[Span]], None]:
         """Return a function that records an epoch in the folder and passes it on to the observer."""
@@ -200,7 +232,8 @@ def _run_timing_only(job: Job, options: RunOptions) -> Result:
         try:
             with recorded(folder, world="timing-only", is_on=options.record) as (emitting, watching):
                 emit, watch = emitting(options.epoch_recorder(folder)), watching(folder.event_recorder(options.observe))
-                train_timing_only(job, emit, watch, accountant=folder.accountant)
+                stopping = options.callbacks.should_stop
+                train_timing_only(job, emit, watch, accountant=folder.accountant, should_stop=stopping)
         finally:  # the epochs so far are kept, even if it is interrupted
             content = save_result(folder, without_signals(folder.finish), options.observe)
         return Result(path, content)
@@ -230,7 +263,16 @@ def _run_virtual(job: Job, workload: Workload, options: RunOptions) -> Result:
         try:
             with recorded(folder, world="virtual", is_on=options.record) as (emitting, watching):
                 emit, watch = emitting(options.epoch_recorder(folder)), watching(folder.event_recorder(options.observe))
-                train_virtually(job, workload, emit, watch, learner, accountant=folder.accountant, best=folder.best)
+                train_virtually(
+                    job,
+                    workload,
+                    emit,
+                    watch,
+                    learner,
+                    accountant=folder.accountant,
+                    best=folder.best,
+                    should_stop=options.callbacks.should_stop,
+                )
         finally:  # the epochs so far and the last global model are kept, even if it is interrupted
             save_result(folder, without_signals(final_files(folder, learner, options.observe)), options.observe)
         scores = scores_on_test_set(learner, workload)
@@ -244,7 +286,13 @@ def _run_real(job: Job, workload: Workload, options: RunOptions) -> Result:
     with _open_folder(job, options, "real") as folder:
         what = (options.command, options.observe)
         train_in_processes(
-            job, workload.for_processes(), folder, *what, pictures=options.pictures, record=options.record
+            job,
+            workload.for_processes(),
+            folder,
+            *what,
+            pictures=options.pictures,
+            record=options.record,
+            should_stop=options.callbacks.should_stop,
         )
         content = json.loads((folder / "result.json").read_text("utf-8"))
         return Result(folder, content, workload.network)

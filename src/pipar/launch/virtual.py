@@ -41,12 +41,13 @@ def train_virtually(
     replan: Replan | None = None,
     accountant: PrivacyAccountant | None = None,
     best: ModelKeeper | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> TorchLearner:
     """Train with the real mathematics in virtual time; return the learner with the global model.
 
     A caller that passes the `learner` keeps the model if the training is interrupted. `replan` makes new plans when
     links change; it takes no virtual time. `accountant` counts the updates that devices send; `best` keeps the best
-    model.
+    model. No round begins after `should_stop` has returned True.
     """
     # Imports torch, which a timing-only run does without.
     from pipar.job.model_setup import deterministic, make_learner, part_builder
@@ -65,6 +66,7 @@ def train_virtually(
         search=search_inline,
         accountant=accountant,
         best=best,
+        should_stop=should_stop,
     )
     training = _train(job, setup, workload.shard, partial(part_builder, workload))
     run_virtually(training, within=deterministic(job.config.run.seed))
@@ -79,6 +81,7 @@ def train_timing_only(
     replan: Replan | None = None,
     search: PlanSearch = search_inline,
     accountant: PrivacyAccountant | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run the same programs with sizes and costs only, without torch; `replan` or `search` makes new plans."""
     server_lanes = _lanes(job.server_costs())
@@ -98,6 +101,7 @@ def train_timing_only(
         replan=replan,
         search=search,
         accountant=accountant,
+        should_stop=should_stop,
     )
 
     def samples(device: str) -> Samples:

@@ -14,6 +14,7 @@ from pipar.events import (
     Connected,
     Connecting,
     Dropped,
+    EndedByCallback,
     EpochResult,
     EquivalenceChanged,
     Event,
@@ -99,7 +100,7 @@ class EventDescriber:
             case RoundRestarted():
                 deadline = "" if event.deadline_s is None else f" with a deadline of {event.deadline_s:g} s"
                 return f"round {event.epoch} restarts{deadline}: no device finished it, and the model is unchanged"
-            case BudgetSpent():
+            case BudgetSpent() | EndedByCallback():
                 return event.reason
             case EquivalenceChanged():
                 text = equivalence_text(

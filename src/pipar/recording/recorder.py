@@ -24,6 +24,7 @@ from pipar.events import (
     Back,
     BudgetSpent,
     Dropped,
+    EndedByCallback,
     EpochResult,
     Event,
     Heard,
@@ -65,7 +66,7 @@ Recording = tuple[Callable[[Emit], Emit], Callable[[Observer], Observer]]
 #: Events that are recorded. Reports of progress, files and certificates are not.
 _RECORDED = (
     Joined, Away, Back, Lost, Left, Dropped, RoundRestarted, Replanned, ReplanFailed, RoundOver, Refused, Silent, Heard,
-    Waiting, BudgetSpent, Resumed, Stopping,
+    Waiting, BudgetSpent, EndedByCallback, Resumed, Stopping,
 )  # fmt: skip
 #: How reasons begin that are the server's own words and numbers. What follows, and any other reason, may name addresses
 #: and paths, and may come from a peer.

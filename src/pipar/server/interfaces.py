@@ -144,6 +144,7 @@ class Training:
     round_deadline_s: float | None = None  # devices that have not finished by then are excluded, if any has
     validation: Sequence[tuple[int, Any]] = ()  # held-out batches: number of samples, and the evaluator's argument
     deadline: Deadline | None = None  # of each round, if neither a fixed one nor one that the server learns
+    should_stop: Callable[[], bool] = lambda: False  # whether the caller wants no further round
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from pipar.errors import PiparError, ProtocolError, TryAgainError
-from pipar.events import BudgetSpent, RoundOver
+from pipar.events import BudgetSpent, EndedByCallback, RoundOver
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.server.allowances import Limits
@@ -81,7 +81,7 @@ class Server:
 
     async def _train_rounds(self, done: int) -> None:
         epoch = done
-        while epoch < self._training.epochs and not await self._has_converged(epoch):  # line 2
+        while epoch < self._training.epochs and not await self._is_over(epoch):  # line 2
             group = await self._gather(epoch)
             if await self._is_budget_spent(group, epoch):
                 break
@@ -148,6 +148,13 @@ class Server:
         self._membership.patience.round_is_over(this.seconds)
         partly = self._replicas.partly_trained(counted)
         self._observe(RoundOver(this.epoch, counted, partly, self._accountant.epsilons()))
+
+    async def _is_over(self, epoch: int) -> bool:
+        """Return whether an epoch was the last: the caller has ended the training, or it has converged."""
+        if self._training.should_stop():
+            self._observe(EndedByCallback(epoch))
+            return True
+        return await self._has_converged(epoch)
 
     async def _has_converged(self, epoch: int) -> bool:
         """Decide by the validation losses up to the previous epoch: this epoch's is computed during the next."""

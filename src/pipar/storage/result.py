@@ -69,10 +69,11 @@ class Result:
         >>> figure.axes[0].get_xlabel()
         'epoch'
         """
-        return result_views.plot_epochs(self)  # type: ignore[no-any-return]
+        return result_views.plot_epochs(self.content)  # type: ignore[no-any-return]
 
     def _repr_html_(self) -> str:
-        return result_views.result_html(self)
+        seconds = self.seconds_per_epoch if self.epochs else None
+        return result_views.result_html(self.content, self.folder, seconds)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the trained weights, under the names that they have in your own module.

@@ -6,16 +6,14 @@ import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from pipar.extras import optional_library
 from pipar.html_table import html_facts, html_line, html_page, html_rows
 from pipar.storage.run_json import plan_from_json
 from pipar.units import format_percent
 from pipar.wording import equivalence_text, plans_text
-
-if TYPE_CHECKING:
-    from pipar.storage.result import Result
 
 Row = Mapping[str, Any]
 WORLDS = {"real": "real processes", "virtual": "virtual time", "timing-only": "virtual time, timing only"}
@@ -71,9 +69,9 @@ def _png(figure: Any) -> bytes:
     return file.getvalue()
 
 
-def plot_epochs(result: Result) -> Any:
+def plot_epochs(content: Row) -> Any:
     """Return a figure of a run: its losses and its accuracy by epoch, or its seconds if it trains nothing."""
-    epochs = result.epochs
+    epochs = content["epochs"]
     has = {key: any(epoch.get(key) is not None for epoch in epochs) for key in ("train_loss", "val_accuracy")}
     figure, axes = new_figure("Result.plot()", 1 + all(has.values()))
     numbers = [epoch["epoch"] for epoch in epochs]
@@ -86,7 +84,7 @@ def plot_epochs(result: Result) -> Any:
     for one in axes:
         one.set_xlabel("epoch")
         one.xaxis.get_major_locator().set_params(integer=True)
-    figure.suptitle(title(result.content))
+    figure.suptitle(title(content))
     return figure
 
 
@@ -110,16 +108,16 @@ def title(content: Row) -> str:
     return f"{content['model']} on {content['dataset']}, {content['method']}, {WORLDS[content['world']]}"
 
 
-def result_html(result: Result) -> str:
+def result_html(content: Row, folder: Path, seconds: float | None) -> str:
     """Return a run as HTML: what was trained and how it ended, then its last epochs."""
-    content, epochs = result.content, result.epochs
+    epochs, accuracy = content["epochs"], content["test_accuracy"]
     facts = {
         "plan": plans(content),
-        "epoch": f"{result.seconds_per_epoch:.2f} s on average" if epochs else None,
-        "test accuracy": percent(result.test_accuracy) if result.test_accuracy is not None else None,
+        "epoch": None if seconds is None else f"{seconds:.2f} s on average",
+        "test accuracy": None if accuracy is None else percent(accuracy),
         "equivalence": equivalence_text(content),
         "stopped": content.get("stopped"),
-        "folder": str(result.folder),
+        "folder": str(folder),
     }
     left_out = len(epochs) - _MOST_EPOCHS
     note = [html_line(f"The last {_MOST_EPOCHS} of {len(epochs)} epochs")] if left_out > 0 else []

@@ -17,6 +17,7 @@ from pipar.config_file import dump_config
 from pipar.errors import StorageError
 from pipar.events import (
     BudgetSpent,
+    EndedByCallback,
     EpochResult,
     EquivalenceChanged,
     Event,
@@ -238,7 +239,7 @@ class RunFolder:
                     self.partly[event.epoch] = event.partly
                 self._append_row(event.epoch, "rounds.jsonl", self._round_row(event.epoch, event.counted))
                 self._end_round(event, observe)
-            elif isinstance(event, BudgetSpent):
+            elif isinstance(event, BudgetSpent | EndedByCallback):
                 self._stopped = event.reason
             elif isinstance(event, Saved):
                 self._safe_round = max(self._safe_round, event.epoch)

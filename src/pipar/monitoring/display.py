@@ -14,10 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipar.cli.tables import epoch_header, epoch_line, percent
 from pipar.errors import one_line
 from pipar.events import (
     BudgetSpent,
+    EndedByCallback,
     EpochResult,
     EquivalenceChanged,
     Event,
@@ -34,6 +34,7 @@ from pipar.events import (
     TrackerFailed,
 )
 from pipar.methods import METHODS, Plan
+from pipar.monitoring.epoch_lines import epoch_header, epoch_line, percent
 from pipar.monitoring.event_text import not_kept_text, refused_text, starting_text
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
 from pipar.wording import equivalence, equivalence_text, plans_text
@@ -65,7 +66,7 @@ class Display:
         self._since = self._said = time.monotonic()
         self._live: Live | None = None
         self._replanned: Replanned | None = None  # to be shown after the line of the epoch before it
-        self._spent: BudgetSpent | None = None  # to be shown after the line of its epoch
+        self._ended: BudgetSpent | EndedByCallback | None = None  # to be shown after the line of its epoch
 
     def __enter__(self) -> Display:
         if not self._quiet and is_live(self._console, os.environ):
@@ -103,13 +104,13 @@ class Display:
         elif isinstance(event, EpochResult):
             self._print(Text(epoch_line(event)))
             self._show_new_plans()
-            self._show_budget()
+            self._show_end()
         elif isinstance(event, Replanned):
             self._replanned = event
             self._show_new_plans()
-        elif isinstance(event, BudgetSpent):
-            self._spent = event
-            self._show_budget()
+        elif isinstance(event, BudgetSpent | EndedByCallback):
+            self._ended = event
+            self._show_end()
         elif isinstance(event, ReplanFailed | ReportFailed):
             self._print(Text(event.reason, style="dim"), whole=True)
         elif isinstance(event, EquivalenceChanged):
@@ -165,12 +166,12 @@ class Display:
                 self._print(Text(why.strip(), style="dim"), whole=True)
             self._replanned = None
 
-    def _show_budget(self) -> None:
+    def _show_end(self) -> None:
         """Write why the training has ended, below the line of its last epoch."""
-        spent, done = self._spent, self._progress.last.epoch if self._progress.last else 0
-        if spent is not None and done >= spent.epoch:
-            self._print(Text(spent.reason), whole=True, always=True)
-            self._spent = None
+        ended, done = self._ended, self._progress.last.epoch if self._progress.last else 0
+        if ended is not None and done >= ended.epoch:
+            self._print(Text(ended.reason), whole=True, always=True)
+            self._ended = None
 
     def _introduce(self, started: Started) -> None:
         """Write what is emulated, once, and the title of the following lines."""

@@ -11,8 +11,6 @@ import pytest
 from rich.console import Console
 from support.interleaving import has_step
 
-from pipar.cli.display import Display, clock_text, is_live
-from pipar.cli.tables import epoch_header, epoch_line
 from pipar.config_file import config_from
 from pipar.events import (
     BudgetSpent,
@@ -29,6 +27,8 @@ from pipar.events import (
     Starting,
     TrackerFailed,
 )
+from pipar.monitoring.display import Display, clock_text, is_live
+from pipar.monitoring.epoch_lines import epoch_header, epoch_line
 from pipar.monitoring.progress import TrainingProgress
 from pipar.wording import plans_text, setting_text
 
@@ -239,7 +239,7 @@ def test_before_a_run_a_log_names_what_starts_and_a_terminal_keeps_nothing(
 
 def test_a_long_preparation_logs_its_progress_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(1000))  # each reading of the clock is a second later
-    monkeypatch.setattr("pipar.cli.display.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("pipar.monitoring.display.time", SimpleNamespace(monotonic=lambda: next(now)))
     events = [Preparing(f"Trying every plan: {n} of at most 30 combinations", n / 30) for n in range(1, 31)]
     lines = _shown(*events, terminal=False).splitlines()
     assert 2 <= len(lines) <= 3
