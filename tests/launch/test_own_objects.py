@@ -75,7 +75,7 @@ import json, sys, nbclient, nbformat
 cells = [nbformat.v4.new_code_cell(cell) for cell in json.loads(sys.argv[1])]
 notebook = nbformat.v4.new_notebook(cells=cells)
 nbclient.NotebookClient(notebook, timeout=600).execute()
-print(notebook.cells[-1].outputs[0].text)
+print(*(output.text for output in notebook.cells[-1].outputs if output.output_type == "stream"))
 """
 
 
