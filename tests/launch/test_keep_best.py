@@ -55,6 +55,7 @@ def sha_of(path: Path) -> str:
     return weights_sha256(safetensors.torch.load_file(path))
 
 
+@pytest.mark.slow
 def test_the_model_with_the_lowest_validation_loss_is_kept_and_the_last_one_saved(run: Callable[..., Result]) -> None:
     result = run(settings=ROUGH)
     best = losses(result).index(min(losses(result))) + 1
@@ -71,6 +72,7 @@ def test_the_model_with_the_lowest_validation_loss_is_kept_and_the_last_one_save
     assert [e["seconds"] for e in result.epochs] == [e["seconds"] for e in last.epochs]
 
 
+@pytest.mark.slow
 def test_a_best_model_that_is_the_last_one_is_saved_once(run: Callable[..., Result]) -> None:
     result = run(settings=["run.epochs=1", "run.keep=best"])
     assert (result.content["kept_epoch"], result.content["last_weights_sha256"]) == (1, None)
@@ -78,11 +80,13 @@ def test_a_best_model_that_is_the_last_one_is_saved_once(run: Callable[..., Resu
     assert not (result.folder / "best").exists()
 
 
+@pytest.mark.slow
 def test_the_last_model_is_kept_by_default(run: Callable[..., Result]) -> None:
     result = run(settings=["run.epochs=2"])
     assert (result.content["kept_epoch"], result.content["last_weights_sha256"]) == (2, None)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_the_best_model_so_far(run: Callable[..., Result], tmp_path: Path) -> None:
     def interrupt(event: Any) -> None:
         if isinstance(event, EpochResult) and event.epoch == 4:

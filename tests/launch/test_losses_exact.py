@@ -215,6 +215,7 @@ def test_other_methods_train_the_same_weights(name: str, method: str) -> None:
     assert largest_error(trained.state, plain_state(KINDS[name], case)) < EXACT
 
 
+@pytest.mark.slow
 def test_pieces_weighted_by_their_samples_would_be_detected() -> None:
     """The mean over pieces of the means over their tokens is another loss."""
     kind, case = KINDS["next_token"], Case("pipar", (1,), (3,), sizes=SIZES, batch_size=5)

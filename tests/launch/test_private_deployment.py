@@ -93,6 +93,7 @@ def test_a_profile_has_no_statistics_of_samples_that_are_hidden(tree: dict[str, 
     assert told.layers[0].forward_s == PROFILE.layers[0].forward_s
 
 
+@pytest.mark.slow
 def test_privacy_spent_in_an_unfinished_round_is_saved_with_the_round_before(tmp_path: Path) -> None:
     config = config_from({"privacy": {"noise_multiplier": 4.0}})
     accountant, saved = PrivacyAccountant(choose_noise(config)), Checkpoints(tmp_path)

@@ -53,6 +53,10 @@ def large(*case: object) -> ParameterSet:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+def by_size(*names: str) -> list[object]:
+    return [name if name in SMALL else large(name) for name in names]
+
+
 def parameter_count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -83,7 +87,7 @@ def test_network_has_the_papers_number_of_layers(name: str, layers: int, norm: s
     assert len(on_meta(name, norm=norm)) == NETWORKS[name].layers == layers
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", by_size(*NETWORKS))
 def test_layer_names_end_in_their_place_and_have_no_dots(name: str) -> None:
     for place, child in enumerate(on_meta(name)._modules, start=1):
         assert child.rstrip("0123456789") in {"conv", "block", "fc"}
@@ -94,9 +98,9 @@ def test_layer_names_end_in_their_place_and_have_no_dots(name: str) -> None:
     ("name", "norm", "count"),
     [
         ("resnet18", "batch", 11_689_512),
-        ("resnet101", "batch", 44_549_160),
+        large("resnet101", "batch", 44_549_160),
         ("mobilenetv3_small", "batch", 2_542_856),
-        ("mobilenetv3_large", "batch", 5_483_032),
+        large("mobilenetv3_large", "batch", 5_483_032),
         ("vgg16", "none", 138_357_544),
         ("vgg16", "batch", 138_365_992),
     ],
@@ -146,7 +150,7 @@ def test_vgg5_sends_32_kib_per_sample_after_the_first_layer() -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", [name for name in NETWORKS if not name.startswith("vgg")])
+@pytest.mark.parametrize("name", by_size(*(name for name in NETWORKS if not name.startswith("vgg"))))
 def test_convolution_has_a_bias_exactly_if_no_norm_follows(name: str, norm: str) -> None:
     model = on_meta(name, norm=norm)
     inside_gates = {id(conv) for module in model.modules() if hasattr(module, "excite") for conv in module.children()}

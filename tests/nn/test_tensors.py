@@ -262,6 +262,7 @@ def test_any_header_over_any_bytes_is_a_tensor_or_a_protocol_error(
         read_labels(message, classes=10)
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_model_or_a_protocol_error(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):

@@ -261,6 +261,7 @@ def test_noise_on_inputs_only_delays_the_first_batch_with_every_method(method: s
     assert ran.result.seconds == pytest.approx(simulate(noisy.fleet(), noisy.plans).epoch_s, rel=SAME)
 
 
+@pytest.mark.slow
 def test_models_with_noise_are_sent_whole_even_where_changes_would_be_faster() -> None:
     job = steady_job(count=1, cores=1, samples=24)
     (name,) = job.sizes

@@ -422,6 +422,7 @@ def test_an_observer_that_asks_for_pictures_gets_the_lanes_if_they_were_traced(
     assert heard == [EPOCH, *[Pictured(1, (SPAN,), is_whole=True)] * told]
 
 
+@pytest.mark.slow
 def test_a_picture_has_an_excerpt_of_many_spans(folder: RunFolder) -> None:
     heard: list[Event] = []
     spans = [replace(SPAN, kind="step", iteration=1 + number // 10) for number in range(5000)]
