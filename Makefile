@@ -42,7 +42,7 @@ test: $(DEVELOPING) $(BROWSER)  ## everything: format, lint, types, all tests
 	$(BIN)/mypy
 	$(BIN)/pytest -n 3 --dist worksteal
 
-check: $(DEVELOPING)  ## format, lint, types, package rules and the fast tests, in under a minute
+check: $(DEVELOPING)  ## format, lint, types, package rules and the fast tests (under a minute on two free cores)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
