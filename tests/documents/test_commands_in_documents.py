@@ -16,7 +16,8 @@ from pipar.cli import cli
 from pipar.config_file import config_from
 
 RUN = ("sh", "python", "toml")
-SHOWN = ("text", "json", "ini")
+#: Examples of docstrings (pycon) are run by `test_docstrings.py`.
+SHOWN = ("text", "json", "ini", "pycon")
 #: Why a block is not run. "Covered by" names a test that does the same.
 REASONS = ("needs root", "needs two machines", "needs zsh or fish", "installs packages", "downloads")
 COVERED = re.compile(r"takes long: covered by (tests/\S+\.py)")
