@@ -20,6 +20,7 @@ from benchmarks import (
     frozen,
     hostility,
     large_model,
+    long_run,
     lossy,
     many_devices,
     prediction,
@@ -59,12 +60,13 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "timeouts": timeouts.measure,
     "reproduction": reproduction.measure,
     "reproduction_full": reproduction.measure_full,
+    "long_run": long_run.measure,
     "virtual_soak": soak.measure_virtual,
     "soak": soak.measure,
     "any_network": any_network.measure,
 }
 #: These take long, or need packages that are not installed: run only if named.
-ON_REQUEST = ("hostility", "reproduction_full", "virtual_soak", "soak", "any_network")
+ON_REQUEST = ("hostility", "reproduction_full", "long_run", "virtual_soak", "soak", "any_network")
 
 
 def main(names: list[str]) -> int:

@@ -13,7 +13,7 @@ from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.recording.flight import Flight, RecordedRound
 from pipar.recording.places import Places
-from pipar.recording.stage_times import Times, is_pass, time_key
+from pipar.recording.stage_times import Times, is_pass, may_be_chunk, time_key
 from pipar.transport.shaping import Rates
 from pipar.wire.frames import CHUNK_BYTES, HEADER_BYTES
 
@@ -198,6 +198,8 @@ class RecordedTimes:
 
     def _chunk(self, owner: str, work: Work) -> int:
         """Return how many pieces of work of this kind were at this place before."""
+        if not may_be_chunk(work.kind):
+            return 0
         key, place = (owner, work.epoch), (work.kind, work.iteration, work.micro_batch)
         if key not in self._chunks:
             self._chunks = {old: seen for old, seen in self._chunks.items() if old[1] >= work.epoch - 1}

@@ -31,6 +31,8 @@ _MOST_BYTES = 1 << 60
 Times = dict[str, Series]
 _KEY = re.compile(r"([a-z]+)(?:/\d{1,9}(?:/\d{1,9})?)?")
 _Place = tuple[int, int]
+#: Kinds of work that are done at once; others may be done chunk by chunk.
+_WHOLE = frozenset({"load", "noise", "fc", "fs", "bs", "bc", "step"})
 
 
 def time_key(kind: str, samples: int, chunk: int) -> str:
@@ -121,6 +123,11 @@ class RoundTimes:
     begun: dict[str, list[float]] = field(default_factory=dict)
 
 
+def may_be_chunk(kind: str) -> bool:
+    """Return whether the work of this kind at one place may be done in several chunks."""
+    return kind not in _WHOLE
+
+
 def is_pass(kind: str) -> bool:
     """Return whether this work is a forward or backward pass of a device."""
     return kind in ("fc", "bc")
@@ -163,7 +170,8 @@ class _Lanes:
         self.cores: list[Span] = []
         self._own: dict[str, dict[str, list[Span]]] = {}
         self._serving: dict[str, list[Span]] = {}
-        for span in sorted((span for span in spans if not span.waiting), key=attrgetter("start", "end")):
+        # Each lane's spans are in order already, those of no duration before the next one.
+        for span in sorted((span for span in spans if not span.waiting), key=attrgetter("start")):
             if span.owner != SERVER:
                 self.of(span.owner)[span.lane].append(span)
             elif span.lane.startswith(CORE):
@@ -253,11 +261,13 @@ class _Collected:
         if since == -math.inf:
             since = span.start
         seconds = span.end - since
-        where = (span.kind, span.iteration, span.micro_batch)
-        chunk = self._chunks.get(where, 0)
-        self._chunks[where] = chunk + 1
-        samples, position = self._places.find(*where)
-        key = (span.kind, samples, chunk)
+        kind, chunk = span.kind, 0
+        if may_be_chunk(kind):
+            where = (kind, span.iteration, span.micro_batch)
+            chunk = self._chunks.get(where, 0)
+            self._chunks[where] = chunk + 1
+        samples, position = self._places.find(kind, span.iteration, span.micro_batch)
+        key = (kind, samples, chunk)
         found = self._times.get(key)
         if found is None:
             found = self._times[key] = []
