@@ -96,6 +96,7 @@ def test_a_function_of_the_user_gives_a_factor_of_the_step() -> None:
 def test_steps_are_counted_from_epoch_and_iteration_alone() -> None:
     assert count_steps(1, 1, epochs=5, samples=23, batch_size=10) == StepCount(0, 15)
     assert count_steps(3, 2, epochs=5, samples=23, batch_size=10) == StepCount(7, 15)
+    assert count_steps(3, 4, epochs=5, samples=23, batch_size=10, passes=2) == StepCount(15, 30)
     assert count_steps(2, 1, epochs=5, samples=21, batch_size=10, batch_statistics=True) == StepCount(2, 10)
 
 

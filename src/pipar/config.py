@@ -30,6 +30,8 @@ ELEMENT_LOSSES = ("mse", "l1", "smooth_l1", "bce")
 _LEAST_KEEPALIVE_S = 1.0
 #: The most samples of a batch, and the most devices of a group.
 LARGEST_BATCH = 1_000_000
+#: The most passes over a device's samples in one round.
+MOST_LOCAL_EPOCHS = 100_000
 
 
 class _Section(BaseModel):
@@ -212,6 +214,7 @@ NotNegative = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
 Momentum = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)]
 Decay = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, allow_inf_nan=False)]
+LocalEpochs = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1, le=MOST_LOCAL_EPOCHS)]
 Probability = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, lt=1)]
 Share = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, le=1)]
 PlanNumber = Annotated[Literal["auto"] | int, BeforeValidator(_plan_number)]
@@ -221,6 +224,7 @@ class RunSection(_Section):
     name: Annotated[str, AfterValidator(_named("._+-"))] | None = None
     method: Literal["pipar", "fl", "sl", "sfl", "sfl2"] = "pipar"
     epochs: Positive = 5
+    local_epochs: LocalEpochs = 1  # passes over its samples before a device returns its part
     batch_size: UpToAMillion = 100
     seed: NotNegative = 0
     patience: Positive | None = None

@@ -105,6 +105,7 @@ class Started:
     is_private: bool = False  # updates have noise
     leakage: str = ""  # which cuts privacy.max_leakage rules out, in words
     equivalence_reasons: tuple[str, ...] = ()  # why the weights will not be exact; see pipar.job.equivalence
+    local_epochs: int = 1  # passes over each device's samples in one epoch
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,7 @@ COMMANDS = [
     ("run --virtual --set run.keep=best --set data.validation=0", "run.keep = 'best' needs a validation set"),
     ("run --timing-only --set run.keep=best", "run.keep = 'best' needs validation losses"),
     ("run --virtual --set run.keep=first", "run.keep = 'first'"),
+    ("run --virtual --set run.local_epochs=0", "run.local_epochs = 0"),
     # devices that may not take part
     ("run --virtual --set server.allow=['device-1']", "server.allow does not name 'device-2', which is in [[devices]]"),
     ("run --timing-only --set server.allow=nobody.txt", "Cannot read the names of the devices that may take part"),

@@ -58,6 +58,7 @@ class Case:
     shape: tuple[int, int, int] = (1, 4, 4)
     dtype: str = "float64"
     epochs: int = 2
+    local_epochs: int = 1
     seed: int = 0
     augment: bool = False
     weight_decay: float = 0.0
@@ -86,6 +87,7 @@ class Case:
             "run": {
                 "method": self.method,
                 "epochs": self.epochs,
+                "local_epochs": self.local_epochs,
                 "batch_size": self.batch_size,
                 "seed": self.seed,
                 "trace": "full",
@@ -232,9 +234,14 @@ def batches(shard: Shard, epoch: int, size: int = BATCH, *, joins_single: bool =
 def reference_data(workload: Workload, *, joins_single: bool = False) -> Data:
     """Return the batches of every device, in name order, epoch by epoch."""
     run = workload.config.run
-    epochs = range(1, run.epochs + 1)
     shards = [workload.shard(name) for name in sorted(workload.names)]
-    return [[batches(shard, epoch, run.batch_size, joins_single=joins_single) for epoch in epochs] for shard in shards]
+
+    def of_epoch(shard: Shard, epoch: int) -> list[Batch]:
+        passes = range(epoch * run.local_epochs + 1, (epoch + 1) * run.local_epochs + 1)
+        cut = [batches(shard, number, run.batch_size, joins_single=joins_single) for number in passes]
+        return [batch for of_pass in cut for batch in of_pass]
+
+    return [[of_epoch(shard, epoch) for epoch in range(run.epochs)] for shard in shards]
 
 
 def reference_state(case: Case, model: nn.Sequential | None = None, **changes: Any) -> State:

@@ -6,8 +6,9 @@ The time that the compute lane waits for any of them is recorded as a span.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pipar.device.intake import Intake
 from pipar.device.interfaces import DeviceLanes, Samples
@@ -24,6 +25,13 @@ T = TypeVar("T")
 _Place = tuple[int, int, int]  # epoch, iteration, micro-batch
 
 
+class Batch(NamedTuple):
+    """The samples of one iteration: their positions, and the pass over all samples that they belong to."""
+
+    pass_number: int  # counted over the whole training
+    positions: Any
+
+
 class BatchLoader:
     """Loads the batches of a device, off its compute lane."""
 
@@ -32,14 +40,14 @@ class BatchLoader:
         self._model = model
         self._lanes = lanes
 
-    def cut(self, epoch: int) -> list[Any]:
-        """Return the positions of each iteration's samples, in this epoch's order."""
+    def of_epoch(self, epoch: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch, one for each iteration; each pass over the samples has its own order."""
         orders = self._model.orders
-        order, start, batches = self._samples.order(epoch), 0, []
-        for size in cut_epoch(len(order), orders.batch_size, batch_statistics=orders.batch_statistics):
-            batches.append(order[start : start + size])
-            start += size
-        return batches
+        for number in orders.passes(epoch):
+            order, start = self._samples.order(number), 0
+            for size in cut_epoch(len(order), orders.batch_size, batch_statistics=orders.batch_statistics):
+                yield Batch(number, order[start : start + size])
+                start += size
 
     def step(self, epoch: int, iteration: int) -> StepCount:
         """Return which step of the whole training an iteration is."""
@@ -51,31 +59,37 @@ class BatchLoader:
             samples=len(self._samples),
             batch_size=orders.batch_size,
             batch_statistics=orders.batch_statistics,
+            passes=orders.local_epochs,
         )
 
-    def load(self, epoch: int, iteration: int, positions: Any) -> asyncio.Task[list[Any]]:
+    def load(self, epoch: int, iteration: int, batch: Batch) -> asyncio.Task[list[Any]]:
         """Start to load a batch; the task returns its micro-batches."""
-        return asyncio.get_running_loop().create_task(self._load(epoch, iteration, positions))
+        return asyncio.get_running_loop().create_task(self._load(epoch, iteration, batch))
 
-    async def _load(self, epoch: int, iteration: int, positions: Any) -> list[Any]:
-        orders, samples = self._model.orders, self._samples
+    async def _load(self, epoch: int, iteration: int, batch: Batch) -> list[Any]:
+        orders, samples, positions = self._model.orders, self._samples, batch.positions
         sizes = cut_batch(len(positions), orders.plan.micro_batches, batch_statistics=orders.batch_statistics)
         load = Work("load", epoch, iteration, samples=len(positions))
-        pieces: list[Any] = await self._lanes.io.run((load, partial(samples.micro_batches, epoch, positions, sizes)))
+        pieces: list[Any] = await self._lanes.io.run(
+            (load, partial(samples.micro_batches, batch.pass_number, positions, sizes))
+        )
         if samples.noised_bytes:
             # Noise takes many times as long as loading. On the io lane, activations and gradients of this batch would
             # wait for the noise of the next one.
             noise = Work("noise", epoch, iteration, size_bytes=len(positions) * samples.noised_bytes)
-            pieces = await self._lanes.noise.run((noise, partial(samples.with_noise, epoch, positions, pieces)))
+            pieces = await self._lanes.noise.run(
+                (noise, partial(samples.with_noise, batch.pass_number, positions, pieces))
+            )
         return pieces
 
     async def references(self, place: tuple[int, int], kept: int, positions: Any) -> list[Reference]:
-        """Return the micro-batches of a batch as references to the activations of an earlier epoch."""
+        """Return the micro-batches of a batch as references to the activations of an earlier epoch's first pass."""
         orders = self._model.orders
+        first = orders.passes(kept)[0]
         sizes = cut_batch(len(positions), orders.plan.micro_batches, batch_statistics=orders.batch_statistics)
         load = Work("load", *place)  # no sample is read
         found: list[Reference] = await self._lanes.io.run(
-            (load, partial(self._samples.references, kept, positions, sizes))
+            (load, partial(self._samples.references, first, positions, sizes))
         )
         return found
 

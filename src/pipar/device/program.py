@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pipar.config import LARGEST_SCALE, LEAST_SCALE
 from pipar.device.intake import Commands, Intake
 from pipar.device.interfaces import DeviceLanes, DevicePart, Equipment
 from pipar.device.model import DeviceSideModel
-from pipar.device.pipeline import BatchLoader, MicroBatchExchange, WaitRecorder
+from pipar.device.pipeline import Batch, BatchLoader, MicroBatchExchange, WaitRecorder
 from pipar.errors import (
     LinkError,
     OrdersError,
@@ -263,28 +264,33 @@ class Device:
         await self._train_epoch(epoch)  # lines 3 to 14
         await self._send_model(epoch)  # lines 15 and 16
         spent = (self._guard.epsilon, self._guard.target_epsilon) if self._model.orders.protects else ()
-        self._observe(Trained(self.name, epoch, len(self._samples), *spent))
+        self._observe(Trained(self.name, epoch, self._samples_of_epoch, *spent))
+
+    @property
+    def _samples_of_epoch(self) -> int:
+        """Samples that it trains on in an epoch; a sample counts in each pass."""
+        return len(self._samples) * self._model.orders.local_epochs
 
     async def _train_epoch(self, epoch: int) -> None:
-        batches = self._batches.cut(epoch)
+        batches = self._batches.of_epoch(epoch)
         if self._recalled is not None:
             await self._refer_to_kept(epoch, self._recalled, batches)
             return
-        self._loading = self._batches.load(epoch, 1, batches[0])
+        self._loading = self._batches.load(epoch, 1, next(batches))
         try:
-            for iteration, _ in enumerate(batches, start=1):
+            for iteration, following in enumerate(chain(batches, [None]), start=1):
                 pieces = await self._wait.for_result("load", self._loading, epoch, iteration)
-                await self._train_iteration(epoch, iteration, pieces, following=batches[iteration : iteration + 1])
+                await self._train_iteration(epoch, iteration, pieces, following=following)
                 self._report_progress(epoch, iteration)
         finally:
             self._loading.cancel()  # of an abandoned epoch: its lanes may be closed before it ends
         assert self._exchange.is_idle
         self._sent = epoch
 
-    async def _refer_to_kept(self, epoch: int, kept: int, batches: Sequence[Any]) -> None:
+    async def _refer_to_kept(self, epoch: int, kept: int, batches: Iterator[Batch]) -> None:
         """Train an epoch without computing: its activations are those of an earlier one, which the server has kept."""
-        for iteration, positions in enumerate(batches, start=1):
-            references = await self._batches.references((epoch, iteration), kept, positions)
+        for iteration, batch in enumerate(batches, start=1):
+            references = await self._batches.references((epoch, iteration), kept, batch.positions)
             for n, reference in enumerate(references, start=1):
                 self._exchange.refer((epoch, iteration, n), reference)
             for n in range(1, len(references) + 1):
@@ -292,7 +298,7 @@ class Device:
             self._report_progress(epoch, iteration)
 
     async def _train_iteration(
-        self, epoch: int, iteration: int, pieces: Sequence[Any], *, following: Sequence[Any]
+        self, epoch: int, iteration: int, pieces: Sequence[Any], *, following: Batch | None
     ) -> None:
         part, orders, compute = self._model.part, self._model.orders, self._lanes.compute
         split_point, splits = orders.plan.split_point, orders.plan.split_point < orders.layers
@@ -309,8 +315,8 @@ class Device:
                 if not orders.trains_part:
                     part.release(n)
                 # The next batch is loaded during this one's backwards: earlier, it would delay the first uploads.
-                if n == len(pieces) and following:
-                    self._loading = self._batches.load(epoch, iteration + 1, following[0])
+                if n == len(pieces) and following is not None:
+                    self._loading = self._batches.load(epoch, iteration + 1, following)
             else:
                 gradient = await self._gradient(epoch, iteration, n) if splits else None
                 if orders.trains_part:
@@ -348,7 +354,7 @@ class Device:
         loss, error = self._model.part.take_loss(), self._model.part.take_encoding_error()
         # A loss is computed from the data as well, and has no noise on it.
         counted: dict[str, Any] = {
-            "samples": len(self._samples),
+            "samples": self._samples_of_epoch,
             "loss_sum": None if self._model.orders.protects else loss,
         }
         if error is not None:
@@ -373,7 +379,7 @@ class Device:
     def _report_progress(self, epoch: int, iteration: int) -> None:
         if self._observe is not ignore:
             busy = dict(self._recorder.busy_s)
-            place = (self.name, epoch, iteration, len(self._samples))
+            place = (self.name, epoch, iteration, self._samples_of_epoch)
             self._observe(Progress(*place, self._model.part.last_loss, self._loop.time(), busy))
 
 

@@ -13,17 +13,21 @@ from itertools import chain, islice, repeat
 from pipar.execution.stages import Stage
 
 
-def cut_epoch(samples: int, batch_size: int, *, batch_statistics: bool = False, most: int | None = None) -> list[int]:
+def cut_epoch(
+    samples: int, batch_size: int, *, batch_statistics: bool = False, passes: int = 1, most: int | None = None
+) -> list[int]:
     """Return the number of samples of each iteration of an epoch, or of its first `most` ones; no sample is dropped.
 
-    With batch normalisation a single left-over sample has no statistics, so it joins the previous iteration.
+    An epoch has one or more passes over the samples. With batch normalisation a single left-over sample has no
+    statistics, so it joins the previous iteration.
     """
     counts = count_batches(samples, batch_size, batch_statistics=batch_statistics)
-    return list(islice(chain.from_iterable(repeat(size, count) for size, count in counts.items()), most))
+    sizes = (repeat(size, count) for _ in range(passes) for size, count in counts.items())
+    return list(islice(chain.from_iterable(sizes), most))
 
 
-def count_batches(samples: int, batch_size: int, *, batch_statistics: bool = False) -> dict[int, int]:
-    """Return the number of iterations of an epoch by their number of samples, in order.
+def count_batches(samples: int, batch_size: int, *, batch_statistics: bool = False, passes: int = 1) -> dict[int, int]:
+    """Return the number of iterations of an epoch by their number of samples, in the order of a pass.
 
     It takes constant time, because the number of samples comes from a device and may be any number.
     """
@@ -31,7 +35,7 @@ def count_batches(samples: int, batch_size: int, *, batch_statistics: bool = Fal
     counts = {batch_size: full, tail: 1 if tail else 0}
     if batch_statistics and tail == 1 and full:
         counts = {batch_size: full - 1, batch_size + 1: 1}
-    return {size: count for size, count in counts.items() if count}
+    return {size: count * passes for size, count in counts.items() if count}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +47,21 @@ class StepCount:
 
 
 def count_steps(
-    epoch: int, iteration: int, *, epochs: int, samples: int, batch_size: int, batch_statistics: bool = False
+    epoch: int,
+    iteration: int,
+    *,
+    epochs: int,
+    samples: int,
+    batch_size: int,
+    batch_statistics: bool = False,
+    passes: int = 1,
 ) -> StepCount:
     """Return which step an iteration of an epoch is.
 
     It is computed from the place alone, not counted: a device that has missed rounds, or has joined again, and its
     replica on the server have the same number.
     """
-    each = sum(count_batches(samples, batch_size, batch_statistics=batch_statistics).values())
+    each = sum(count_batches(samples, batch_size, batch_statistics=batch_statistics, passes=passes).values())
     return StepCount((epoch - 1) * each + iteration - 1, epochs * each)
 
 

@@ -189,6 +189,7 @@ class Job:
                 epochs=0 if config.optimizer.learning_schedule.is_constant else config.run.epochs,
                 norms=int(config.optimizer.clips_across),
                 optimizer=config.optimizer.fingerprint,
+                local_epochs=config.run.local_epochs,
             )
             for number, member in enumerate(fleet.members, start=1)
         }
@@ -225,6 +226,7 @@ class Job:
             steady_layers=self.steady_layers,
             cache_bytes=config.server.activation_cache,
             exchanges_norms=config.optimizer.clips_across,
+            local_epochs=config.run.local_epochs,
             recalled=1.0 - 1.0 / config.run.epochs if self.steady_layers else 0.0,  # the mean over all epochs
             targets=self.target_size,
         )
@@ -258,6 +260,11 @@ class Job:
         batch = self.config.run.batch_size
         return set(cut_batch(batch, plan.micro_batches, batch_statistics=self.batch_statistics))
 
+    def batch_counts(self, samples: int) -> dict[int, int]:
+        """Return the number of iterations of a device's epoch by their number of samples."""
+        run, statistics = self.config.run, self.batch_statistics
+        return count_batches(samples, run.batch_size, batch_statistics=statistics, passes=run.local_epochs)
+
     def _compute_s(self, costs: Costs, plan: Plan, samples: int, server: bool) -> float:
         """Return the seconds of forward and backward passes of one device's epoch, on one side of the cut."""
         first, last = (plan.split_point + 1, self.layers) if server else (1, plan.split_point)
@@ -266,7 +273,7 @@ class Job:
         statistics = self.batch_statistics
         return math.fsum(
             count * pieces * costs.least_s(first, last, piece)
-            for batch, count in count_batches(samples, self.config.run.batch_size, batch_statistics=statistics).items()
+            for batch, count in self.batch_counts(samples).items()
             for piece, pieces in count_pieces(batch, plan.micro_batches, batch_statistics=statistics).items()
         )
 

@@ -148,9 +148,17 @@ def _check_sizes(config: Config, sizes: Mapping[str, int], *, batch_statistics: 
 
 def _check_schedule(config: Config, sizes: Mapping[str, int], *, batch_statistics: bool) -> None:
     """Raise ConfigError if a schedule does not fit the number of steps that a device takes."""
-    run, batches = config.run, {"batch_statistics": batch_statistics}
+    run = config.run
     for name, size in sizes.items():
-        total = count_steps(1, 1, epochs=run.epochs, samples=size, batch_size=run.batch_size, **batches).total
+        total = count_steps(
+            1,
+            1,
+            epochs=run.epochs,
+            samples=size,
+            batch_size=run.batch_size,
+            batch_statistics=batch_statistics,
+            passes=run.local_epochs,
+        ).total
         config.optimizer.learning_schedule.check_length(total, name)
 
 

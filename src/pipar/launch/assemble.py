@@ -133,6 +133,7 @@ class _ServerBuilder:
         return Training(
             method=job.method,
             epochs=config.run.epochs,
+            local_epochs=config.run.local_epochs,
             patience=config.run.patience,
             plans=job.plans,
             min_devices=config.server.min_devices or len(job.specs) or most_devices(config),

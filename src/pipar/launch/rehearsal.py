@@ -19,11 +19,15 @@ def rehearse(job: Job, iterations: int | None) -> Timing:
     from pipar.launch.virtual import train_timing_only  # imports numpy, without which commands start faster
 
     fleet, run = job.fleet(), job.config.run
-    update = {"epochs": 1, "patience": None, "trace": "full"}
+    update = {"epochs": 1, "patience": None, "keep": "last", "trace": "full"}
+    sizes = job.sizes
+    if iterations is not None:
+        update["local_epochs"] = 1
+        sizes = {name: sum(fleet.batches(size, iterations)) for name, size in sizes.items()}
     short = replace(
         job,
         config=job.config.model_copy(update={"run": run.model_copy(update=update)}),
-        sizes={name: sum(fleet.batches(size, iterations)) for name, size in job.sizes.items()},
+        sizes=sizes,
     )
     results: list[tuple[EpochResult, list[Span]]] = []
     train_timing_only(short, lambda result, spans: results.append((result, spans)), ignore)

@@ -16,7 +16,6 @@ from pipar.config import Config, check_private_updates, device_names, device_spe
 from pipar.config_file import config_from, load_config, with_settings
 from pipar.errors import ConfigError
 from pipar.events import LOADING, EpochResult, Observer, Preparing, Started, Starting, ignore, tell_all
-from pipar.execution.schedule import count_batches
 from pipar.execution.spans import Span
 from pipar.job.equivalence import equivalence_reasons
 from pipar.job.job import Job
@@ -344,7 +343,7 @@ def _write_report(folder: Path, options: RunOptions, job: Job | None) -> None:
 
 def started_event(job: Job, folder: Path, world: World = "real") -> Started:
     """Return the event that reports the start of a training."""
-    run, cut = job.config.run, job.batch_statistics
+    run = job.config.run
     return Started(
         folder=str(folder),
         method=run.method,
@@ -352,9 +351,8 @@ def started_event(job: Job, folder: Path, world: World = "real") -> Started:
         cores=job.cores,
         plans={name: str(plan) for name, plan in sorted(job.plans.items())},
         samples=dict(job.sizes),
-        iterations={
-            name: sum(count_batches(n, run.batch_size, batch_statistics=cut).values()) for name, n in job.sizes.items()
-        },
+        iterations={name: sum(job.batch_counts(size).values()) for name, size in job.sizes.items()},
+        local_epochs=run.local_epochs,
         world=world,
         is_private=job.update_noise is not None,
         leakage=_leakage_text(job),

@@ -229,7 +229,8 @@ class SizesOnlyActivations:
     def add(self, device: str, decoded: int) -> int:
         if device in self._devices:
             session, epoch, split_point, missing = self._devices[device]
-            self._devices[device] = (session, epoch, split_point, missing - decoded)
+            if missing > 0:  # only the first pass over a device's samples is kept
+                self._devices[device] = (session, epoch, split_point, missing - decoded)
         return decoded
 
     def refusal(self, device: str) -> str | None:

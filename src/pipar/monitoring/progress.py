@@ -47,13 +47,14 @@ class TrainingProgress:
         elif isinstance(event, Started):
             self.started, self.last, self.loss, self.joined = event, None, None, 0
             self._reports, self._first = {}, {}
-            self._epoch_samples, self._samples_before = sum(event.samples.values()), 0
+            self._epoch_samples, self._samples_before = event.local_epochs * sum(event.samples.values()), 0
         elif isinstance(event, Joined):
             self.joined = event.devices
         elif isinstance(event, EpochResult):
             self.last = event
         elif isinstance(event, RoundOver):
-            self._epoch_samples = sum(event.counted.values()) or self._epoch_samples
+            passes = self.started.local_epochs if self.started else 1
+            self._epoch_samples = passes * sum(event.counted.values()) or self._epoch_samples
 
     def _note_epoch(self, report: Progress) -> None:
         before = self._reports.get(SERVER)

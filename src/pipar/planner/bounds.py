@@ -215,7 +215,7 @@ def _kind(fleet: Fleet, members: Sequence[Member], times: Times) -> _Kind:
     simulated = max(map(len, every.values()))
     # If the numbers of simulated iterations differ, some devices have no others: only what is simulated counts.
     differ = any(len(batches) < simulated for batches in every.values())
-    rest = 0.0 if differ else max(0.0, max(member.samples for member in members) / fleet.batch_size - simulated)
+    rest = 0.0 if differ else fleet.repeats(members, simulated)
     # A device with the whole network sends nothing, and receives no answer.
     latency_s = members[0].link.latency_s if any(next(iter(every.values()))[0].u) else 0.0
     left_s = {name: _left_s(batches) for name, batches in every.items()}
@@ -242,4 +242,4 @@ def _server_s(fleet: Fleet, times: Times) -> float:
     simulated = {(member.samples, len(times[member.name])) for member in fleet.members}
     samples = {each: sum(fleet.batches(*each)) for each in simulated}
     here = sum(samples[member.samples, len(times[member.name])] for member in fleet.members)
-    return worked / fleet.cores * sum(member.samples for member in fleet.members) / here
+    return worked / fleet.cores * fleet.served(fleet.members) / here

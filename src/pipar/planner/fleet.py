@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -75,6 +75,7 @@ class Fleet:
     steady_layers: int = 0  # first layers whose activations are the same in every epoch
     cache_bytes: int = 0  # of a device's activations that the server keeps at most
     exchanges_norms: bool = False  # both sides tell each other the norm of their gradient after each batch
+    local_epochs: int = 1  # passes of a device over its samples in one epoch
     recalled: float = 0.0  # the share of epochs in which devices refer to activations that the server has kept
     targets: TargetSize = LABELS  # the bytes of targets in a message with activations
 
@@ -130,13 +131,30 @@ class Fleet:
         rates = [rate for link in (member.link, *member.link.cycle) for rate in (link.up_bps, link.down_bps)]
         return any(self.sends_changes(member, rate) for rate in ([0.0] if self.real_links else rates))
 
+    def served(self, members: Iterable[Member]) -> int:
+        """Return how many samples of these devices an epoch has; a sample counts in each pass."""
+        return self.local_epochs * sum(member.samples for member in members)
+
+    def repeats(self, members: Iterable[Member], simulated: int) -> float:
+        """Return how many iterations follow the simulated ones, on the device with the most data.
+
+        A left-over batch counts by its samples, unless those of whole passes are among what is simulated.
+        """
+        most = max(member.samples for member in members)
+        count = float(self.iterations(most))
+        if self.local_epochs == 1 or simulated * self.local_epochs < count:
+            count = self.local_epochs * most / self.batch_size
+        return max(0.0, count - simulated)
+
     def batches(self, samples: int, most: int | None = None) -> list[int]:
         """Return the number of samples of each iteration of a device's epoch, or of its first ones."""
-        return cut_epoch(samples, self.batch_size, batch_statistics=self.batch_statistics, most=most)
+        statistics, passes = self.batch_statistics, self.local_epochs
+        return cut_epoch(samples, self.batch_size, batch_statistics=statistics, passes=passes, most=most)
 
     def batch_counts(self, samples: int) -> dict[int, int]:
         """Return the number of iterations of a device's epoch by their number of samples."""
-        return count_batches(samples, self.batch_size, batch_statistics=self.batch_statistics)
+        statistics, passes = self.batch_statistics, self.local_epochs
+        return count_batches(samples, self.batch_size, batch_statistics=statistics, passes=passes)
 
     def iterations(self, samples: int) -> int:
         """Return how many iterations a device's epoch has."""

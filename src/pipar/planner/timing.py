@@ -80,12 +80,12 @@ class Timing:
     def _server_s(self, fleet: Fleet) -> float:
         """Return how long each core will have worked, on average, when all samples have been served."""
         here = sum(sum(fleet.batches(m.samples, len(self.ends[m.name]))) for m in fleet.members)
-        return self.busy_s["server"] * sum(m.samples for m in fleet.members) / here
+        return self.busy_s["server"] * fleet.served(fleet.members) / here
 
     def _rest_s(self, fleet: Fleet, kind: tuple[Member, ...]) -> float:
         """Return how long the iterations of a kind that were not simulated take."""
         ends = _last([self.ends[member.name] for member in kind])
-        return max(0.0, max(member.samples for member in kind) / fleet.batch_size - len(ends)) * _steady_s(ends)
+        return fleet.repeats(kind, len(ends)) * _steady_s(ends)
 
 
 def _last(ends: Collection[tuple[float, ...]]) -> tuple[float, ...]:

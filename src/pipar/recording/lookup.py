@@ -193,8 +193,9 @@ class RecordedTimes:
 
     def _places(self, device: str, plan: Plan) -> Places:
         job = self._job
-        size, pieces = job.sizes[device], plan.micro_batches
-        return Places.of(size, pieces, job.config.run.batch_size, batch_statistics=job.batch_statistics)
+        size, pieces, run = job.sizes[device], plan.micro_batches, job.config.run
+        cut = {"batch_statistics": job.batch_statistics, "passes": run.local_epochs}
+        return Places.of(size, pieces, run.batch_size, **cut)
 
     def _chunk(self, owner: str, work: Work) -> int:
         """Return how many pieces of work of this kind were at this place before."""
@@ -228,7 +229,7 @@ class RecordedTimes:
         recorded, now = one.plans[device], self._plan_of(device, epoch)
         if recorded.split_point != now.split_point or getattr(recorded, way) != getattr(now, way):
             return None
-        samples = self._job.sizes[device]
+        samples = self._job.sizes[device] * self._job.config.run.local_epochs
         messages = sum(1 for _, number in self._places(device, recorded).at if number)
         targets = self._job.target_size
         labels = samples * targets.sample_bytes + messages * targets.message_bytes if way == "up" else 0

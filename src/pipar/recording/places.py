@@ -23,7 +23,9 @@ class Places:
 
     @classmethod
     @lru_cache(maxsize=256)
-    def of(cls, samples: int, micro_batches: int, batch_size: int, *, batch_statistics: bool) -> Places:
+    def of(
+        cls, samples: int, micro_batches: int, batch_size: int, *, batch_statistics: bool, passes: int = 1
+    ) -> Places:
         """Return the places of an epoch with this number of samples."""
         places: Places = cls()
         counts: dict[tuple[bool, int], int] = {}
@@ -34,7 +36,8 @@ class Places:
             places.at[place] = size, position
             counts[kind] = position + 1
 
-        for iteration, batch in enumerate(cut_epoch(samples, batch_size, batch_statistics=batch_statistics), start=1):
+        batches = cut_epoch(samples, batch_size, batch_statistics=batch_statistics, passes=passes)
+        for iteration, batch in enumerate(batches, start=1):
             add((iteration, 0), batch)
             pieces = cut_batch(batch, micro_batches, batch_statistics=batch_statistics)
             for number, piece in enumerate(pieces, start=1):

@@ -260,11 +260,12 @@ class _KnownRound:
     def models(
         self, names: set[str], computed_until: Mapping[str, float], result: EpochResult
     ) -> dict[str, DeviceModel]:
-        job, batch_size = self.job, self.job.config.run.batch_size
+        job, run = self.job, self.job.config.run
+        cut = {"batch_statistics": job.batch_statistics, "passes": run.local_epochs}
         models = {}
         for name in sorted(names & job.links.keys() & self.plans.keys()):
             pieces = self.plans[name].micro_batches
-            places = Places.of(job.sizes[name], pieces, batch_size, batch_statistics=job.batch_statistics)
+            places = Places.of(job.sizes[name], pieces, run.batch_size, **cut)
             since = self.joined.get(name, 0.0)
             up, down = link_models(job.links[name], since)
             if name in result.device_bytes and not (up.is_limited or down.is_limited):

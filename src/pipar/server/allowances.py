@@ -37,7 +37,7 @@ class Limits:
             return
         # A left-over sample may join the last batch; with batch statistics a short batch is cut into two and three.
         largest_piece = max(-(-(orders.batch_size + 1) // plan.micro_batches), 3 if orders.batch_statistics else 1)
-        iterations = session.introduction.samples // orders.batch_size + 2
+        iterations = (session.introduction.samples // orders.batch_size + 2) * orders.local_epochs
         spans_bytes = _SPAN_BYTES * iterations * (plan.micro_batches + 1)
         session.allow(
             Allowance(

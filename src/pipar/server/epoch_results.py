@@ -44,6 +44,7 @@ class RoundSummary:
     seconds: float  # on the server's clock
     errors: tuple[float | None, float | None] = (None, None)  # of lossy encodings, up and down
     epsilon: float | None = None
+    passes: int = 1  # over the samples of each device
 
 
 class TimeBounds:
@@ -267,7 +268,7 @@ class ResultCollector:
         return EpochResult(
             epoch=number,
             seconds=seconds,
-            samples=sum(summary.counted.values()),
+            samples=summary.passes * sum(summary.counted.values()),
             train_loss=summary.train_loss,
             val_loss=epoch.scores.loss,
             val_accuracy=epoch.scores.accuracy,

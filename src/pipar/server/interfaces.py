@@ -145,6 +145,7 @@ class Training:
     validation: Sequence[tuple[int, Any]] = ()  # held-out batches: number of samples, and the evaluator's argument
     deadline: Deadline | None = None  # of each round, if neither a fixed one nor one that the server learns
     should_stop: Callable[[], bool] = lambda: False  # whether the caller wants no further round
+    local_epochs: int = 1  # passes over a device's samples in each epoch
 
 
 @dataclass(frozen=True)

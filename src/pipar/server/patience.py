@@ -216,7 +216,7 @@ class Patience:
 
     @staticmethod
     def _progress(session: Session) -> float:
-        return session.round.trained / max(1, session.introduction.samples)
+        return session.round.trained / max(1, session.round_samples)
 
     def elapsed_s(self, session: Session) -> float:
         """Return for how long a device has been in its round."""

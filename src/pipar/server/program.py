@@ -138,10 +138,10 @@ class Server:
         return reporting
 
     def _record(self, this: Round, reporting: Sequence[Session]) -> None:
-        counted = this.samples
+        counted, epsilon = this.samples, self._accountant.largest_epsilon()
         self._results.add_round(
             this.epoch,
-            RoundSummary(counted, this.train_loss, this.seconds, this.errors, self._accountant.largest_epsilon()),
+            RoundSummary(counted, this.train_loss, this.seconds, this.errors, epsilon, this.passes),
             reporting=[session.device for session in reporting],
         )
         self.done = this.epoch

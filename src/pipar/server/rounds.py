@@ -40,6 +40,7 @@ class Round:
 
     epoch: int
     began_at: float  # on the server's clock
+    passes: int = 1  # over each device's samples
     updates: list[DeviceUpdate] = field(default_factory=list)  # not aggregated yet
     contributions: list[Contribution] = field(default_factory=list)  # in the new global model
     any_late: bool = False
@@ -57,7 +58,7 @@ class Round:
     @property
     def train_loss(self) -> float | None:
         losses = [one.loss_sum for one in self.contributions if one.loss_sum is not None]
-        return sum(losses) / sum(self.samples.values()) if losses else None
+        return sum(losses) / (self.passes * sum(self.samples.values())) if losses else None
 
     @property
     def errors(self) -> tuple[float | None, float | None]:
@@ -84,6 +85,7 @@ class Rounds:
         exchange: ModelExchange,
         observe: Observer,
     ) -> None:
+        self._passes = training.local_epochs
         self._one_device_at_a_time = training.method.one_device_at_a_time
         self._patience = patience = membership.patience
         self._deadline: Deadline = training.deadline or (
@@ -107,7 +109,7 @@ class Rounds:
         """Serve a round; return it with the updates of the devices that finished it."""
         self._replicas.begin_round()
         self._patience.gathered(group)
-        this = Round(epoch, self._loop.time())
+        this = Round(epoch, self._loop.time(), self._passes)
         turns = [[session] for session in group] if self._one_device_at_a_time else [list(group)]
         restore = self._exchange.hold() if len(turns) > 1 else None
         try:

@@ -101,8 +101,8 @@ class Serving:
         errors: list[SquaredError] = []
         while (message := await self._next(session)).kind is Kind.ACTIVATION:  # until 'stop epoch'
             batches.count(message)
-            if batches.samples > session.introduction.samples:
-                raise ProtocolError(f"{message} exceeds the {session.introduction.samples} samples of the device.")
+            if batches.samples > session.round_samples:
+                raise ProtocolError(f"{message} exceeds the {session.round_samples} samples of the device.")
             self._begin_to_keep(session, orders, message)
             await self._serve_micro_batch(session, replica, orders, message, is_last=batches.is_whole)
             if batches.is_whole:
@@ -119,7 +119,7 @@ class Serving:
         model = await session.next_message()
         expect(model, Kind.MODEL, epoch)
         session.end_round()
-        returned = await self._exchange.receive(session, model, end.samples)
+        returned = await self._exchange.receive(session, model, session.introduction.samples)
         known = [loss for loss in losses if loss is not None]
         return DeviceUpdate(session, returned, sum(known) if known else end.loss_sum, (end.error, added_errors(errors)))
 
@@ -354,6 +354,7 @@ def _step_of(message: Message, orders: Orders, session: Session) -> StepCount:
         samples=session.introduction.samples,
         batch_size=orders.batch_size,
         batch_statistics=orders.batch_statistics,
+        passes=orders.local_epochs,
     )
 
 

@@ -109,6 +109,7 @@ class Session:
         self.phase = Phase.JOINED
         self.round = RoundRecord()
         self.allowance = Allowance()
+        self.passes = 1  # over its samples in one round
         self.knows_refusal = False  # it was said that its activations cannot be kept
         self.installed: tuple[int, int] | None = None  # epoch and split point of the last model that it was sent
         self.has_model_of: int | None = None  # the epoch of that model, until the device trains on it
@@ -134,6 +135,11 @@ class Session:
         return self.phase is Phase.OVER
 
     @property
+    def round_samples(self) -> int:
+        """Samples that the device trains on in a round; a sample counts in each pass."""
+        return self.introduction.samples * self.passes
+
+    @property
     def greeted_at(self) -> tuple[float, float]:
         """When the hello arrived and when the welcome was sent, on the server's clock."""
         assert self._welcome_at is not None
@@ -142,6 +148,7 @@ class Session:
     def welcome(self, orders: Orders) -> None:
         """Send the device its orders."""
         self._welcome_at = asyncio.get_running_loop().time()
+        self.passes = orders.local_epochs
         self._enter(Phase.READY)
         self.channel.post(Message(Kind.WELCOME, body=replace(orders, session=self.number).to_body()))
 
@@ -338,10 +345,8 @@ class Session:
 
     def check_end(self, message: Message, end: EndOfEpoch) -> None:
         """Raise if END_EPOCH does not fit the device's introduction, or comes before a trace that was requested."""
-        if end.samples != self.introduction.samples:
-            raise ProtocolError(
-                f"{message} reports {end.samples} samples, but the device has {self.introduction.samples}."
-            )
+        if end.samples != self.round_samples:
+            raise ProtocolError(f"{message} reports {end.samples} samples, but the device has {self.round_samples}.")
         if self.requested_trace is not None:
             raise ProtocolError(f"{message} arrived before the trace of epoch {self.requested_trace}.")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipar.config import LARGEST_BATCH, LARGEST_SCALE, LEAST_SCALE
+from pipar.config import LARGEST_BATCH, LARGEST_SCALE, LEAST_SCALE, MOST_LOCAL_EPOCHS
 from pipar.errors import ProtocolError
 from pipar.json_records import is_number
 from pipar.methods import Plan
@@ -45,6 +45,8 @@ class Orders:
     norms: int = 0
     #: A number that differs with the settings of the optimiser; 0 for the default ones.
     optimizer: int = 0
+    #: Passes over its samples before the device returns its part.
+    local_epochs: int = 1
 
     def to_body(self) -> Body:
         rest = {key: value for key, value in self.__dict__.items() if key != "plan" and _RARE.get(key) != value}
@@ -74,6 +76,10 @@ class Orders:
         plan = Plan(**{key: content.pop(key) for key in _PLAN})
         _check_plan(plan, content["layers"], "The server's welcome")
         return cls(plan=plan, **content)
+
+    def passes(self, epoch: int) -> range:
+        """Return the numbers of the passes over the device's samples in an epoch, counted over the whole training."""
+        return range((epoch - 1) * self.local_epochs + 1, epoch * self.local_epochs + 1)
 
     @property
     def keeps_base(self) -> bool:
@@ -120,7 +126,7 @@ class Orders:
 
 
 #: Fields that most trainings leave at these values are left out then.
-_RARE = {"frozen_layers": 0, "steady_layers": 0, "epochs": 0, "norms": 0, "optimizer": 0}
+_RARE = {"frozen_layers": 0, "steady_layers": 0, "epochs": 0, "norms": 0, "optimizer": 0, "local_epochs": 1}
 _PLAN = {"split_point": int, "micro_batches": int, "window": int, "up": str, "down": str}
 _LEAST = {
     "split_point": 1,
@@ -138,7 +144,7 @@ _MOST = {
     "layers": 100_000,
     "batch_size": LARGEST_BATCH,
     "releases": 2**53,
-    **dict.fromkeys(_RARE, 100_000),
+    **dict.fromkeys(_RARE, MOST_LOCAL_EPOCHS),
     "norms": 1,
     "optimizer": 2**32 - 1,
 }
