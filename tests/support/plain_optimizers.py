@@ -1,7 +1,7 @@
 """Federated learning with any optimiser, schedule and clipping, as a plain loop over whole networks; torch alone.
 
 `data[k][e]` is the list of batches of device k in epoch e. A schedule is one of torch's own, and is stepped after each
-batch of a device, however often the optimiser is made anew.
+batch of a device, however often the optimiser is made again.
 """
 
 from __future__ import annotations

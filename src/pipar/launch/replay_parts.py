@@ -121,7 +121,7 @@ class RecordedOrder:
     """Lets the server begin with micro-batches in the order in which the recorded server did.
 
     Micro-batches of two devices may arrive at almost the same time. In the other order, one of them would wait for the
-    other, its device would fall behind, and a link that changes would send the rest of its round at another rate.
+    other, its device would be late, and a link that changes would send the rest of its round at another rate.
     """
 
     def __init__(self, rounds: Mapping[int, RecordedRound]) -> None:
