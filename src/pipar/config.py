@@ -17,6 +17,7 @@ from pipar.errors import ConfigError, InputError
 from pipar.learning_schedules import Schedule, check_schedule, known_schedule
 from pipar.links import Link, parse_link
 from pipar.methods import METHODS
+from pipar.metric_settings import check_names
 from pipar.optimizer_settings import COMMON, OPTIMIZERS, OWN, check_arguments, known_optimizer, state_copies
 from pipar.units import parse_duration, parse_size, split_address
 
@@ -173,6 +174,14 @@ def _loss(value: Any) -> Any:
     raise ValueError(f"is not a loss; there are {known}, or write a function of your own as package.module:function")
 
 
+def _metrics(value: Any) -> Any:
+    """Return the names of metrics, each once."""
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise ValueError('is not a list of metrics; write their names, as in ["f1", "auroc"]')
+    check_names(value)
+    return tuple(value)
+
+
 def _weights(value: Any) -> Any:
     """Return one weight for each class."""
     is_list = isinstance(value, list | tuple) and len(value) > 0
@@ -249,6 +258,7 @@ class TaskSection(_Section):
     label_smoothing: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)] = 0.0
     ignore_index: Annotated[int, BeforeValidator(_refuse_bool)] = -100  # a class that does not count
     count: str | None = None  # of a user's own loss: a function that returns what a batch of targets counts
+    metrics: Annotated[tuple[str, ...], BeforeValidator(_metrics)] = ()  # of validation and test
 
     @property
     def is_own(self) -> bool:

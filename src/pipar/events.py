@@ -27,6 +27,7 @@ class Scores:
 
     loss: float | None = None
     accuracy: float | None = None  # None if the task has no classes
+    metrics: dict[str, float] = field(default_factory=dict)  # by name
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class EpochResult:
     epsilon: float | None = None  # the largest of all devices, if updates have noise
     device_bytes: dict[str, list[int]] = field(default_factory=dict)  # by device: up, down
     device_rates: dict[str, list[float | None]] = field(default_factory=dict)  # likewise, measured bits per second
+    val_metrics: dict[str, float] = field(default_factory=dict)  # by name
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,6 +105,7 @@ class Started:
     iterations: dict[str, int]  # of one epoch, by device
     world: str = "real"
     is_private: bool = False  # updates have noise
+    metric: str = ""  # the first one, which a line of an epoch shows
     leakage: str = ""  # which cuts privacy.max_leakage rules out, in words
     equivalence_reasons: tuple[str, ...] = ()  # why the weights will not be exact; see pipar.job.equivalence
     local_epochs: int = 1  # passes over each device's samples in one epoch

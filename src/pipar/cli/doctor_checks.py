@@ -64,6 +64,7 @@ EXTRAS = {
     "mlflow": Extra(TRACKER_PACKAGES["mlflow"].packages, "--tracker mlflow"),
     "wandb": Extra(TRACKER_PACKAGES["wandb"].packages, "--tracker wandb, Weights & Biases"),
     "privacy": Extra(("dp-accounting",), "epsilon of noise on updates"),
+    "metrics": Extra(("torchmetrics",), "task.metrics by name"),
     "timm": Extra(("timm",), "examples/timm_network.toml"),
     "minilm": Extra(("transformers",), "examples/minilm.toml"),
     "reproduce": Extra(("dp-accounting", "matplotlib"), "figures and privacy of python -m reproduction"),

@@ -17,7 +17,7 @@ from rich.text import Text
 from pipar.config import Config
 from pipar.leakage.table import as_rows, how_lines, last_line
 from pipar.methods import Plan
-from pipar.monitoring.epoch_lines import number_text, percent
+from pipar.monitoring.epoch_lines import metrics_text, number_text, percent
 from pipar.storage.run_json import plan_from_json
 from pipar.units import format_bytes
 from pipar.wording import equivalence_text, privacy_text, range_text, setting_text
@@ -104,6 +104,10 @@ def result_table(result: Result, config: Config) -> RenderableType:
         table.add_row("sent", f"{_traffic(epochs, 'bytes_up')} up, {_traffic(epochs, 'bytes_down')} down in each epoch")
     if content["test_accuracy"] is not None:
         table.add_row("test accuracy", percent(content["test_accuracy"]))
+    elif content.get("test_loss") is not None:
+        table.add_row("test loss", f"{content['test_loss']:.4f}")
+    if content.get("test_metrics"):
+        table.add_row("test metrics", metrics_text(content["test_metrics"]))
     if config.run.keep == "best" and epochs:
         table.add_row("kept model", f"of epoch {content['kept_epoch']}, with the lowest validation loss")
     privacy = privacy_text(content, config, "\n")

@@ -86,6 +86,7 @@ def _so_far(record: RunRecord, run: _Run) -> RunRecord:
         "world": run.world,
         "epochs": [row for _, row in sorted(epochs.items())],
         "test_accuracy": None,
+        "test_metrics": {},
         "equivalence": equivalence(run.reasons),
         "equivalence_reasons": list(run.reasons),
     }

@@ -231,6 +231,7 @@ class LiveState:
             "loss": progress.loss,
             "losses": list(self._losses),
             "accuracy": last.val_accuracy if last else None,
+            "metrics": dict(last.val_metrics) if last else {},
             "samples_per_s": progress.samples_per_s(),
             "lanes": progress.utilisation(),
             "lanes_before": last.utilisation if last else {},

@@ -26,6 +26,7 @@ from pipar.events import Observer, Preparing, ignore
 from pipar.job.cut_cache import kept_line
 from pipar.job.own_module import OwnModule
 from pipar.methods import METHODS
+from pipar.metric_settings import is_own
 from pipar.nn.cut_list import CutList
 from pipar.nn.cut_listing import layer_cuts
 from pipar.nn.frozen import check_stays_frozen, check_trains, freeze
@@ -33,6 +34,7 @@ from pipar.nn.inputs import InputForm, Inputs, drawn_like, in_dtype
 from pipar.nn.learner import Batches
 from pipar.nn.line import Line, line_of, whole_line
 from pipar.nn.losses import Loss, Targets, named_loss
+from pipar.nn.metrics import NamedMetric, named_metrics
 from pipar.nn.models import build_model, check_fits, check_module, example_output, is_sequential
 from pipar.nn.named_cuts import named_line, unshared_line, uses_twice
 from pipar.nn.optimizers import OptimizerSettings, ParameterGroup
@@ -346,6 +348,20 @@ class Workload:
         """The loss, with the targets of all devices."""
         return Task(self.loss, self._target_form, self.classes, self.dtype)
 
+    @cached_property
+    def metrics(self) -> list[NamedMetric]:
+        """The metrics of held-out sets."""
+        functions = {name: load_factory(name) if is_own(name) else None for name in self.config.task.metrics}
+        return named_metrics(functions, self.task)
+
+    def check_metrics(self, model: nn.Module) -> None:
+        """Raise ConfigError if a metric cannot be computed of what the network returns."""
+        if self.metrics:
+            output = example_output(model, self.form)
+            targets = self.task.random(2, torch.Generator().manual_seed(0))
+            for metric in self.metrics:
+                metric.checked(output, targets)
+
     @property
     def _target_form(self) -> InputForm:
         if self.user_objects.targets is not None:
@@ -452,6 +468,8 @@ class Workload:
         model = self.initial_model() if initial else self.build_model()
         if self._line is None:  # else it was checked before it was cut
             check_fits(model, self.form, self.task)
+        if initial:  # a device computes no metrics
+            self.check_metrics(model)
         check_stays_frozen(model, in_dtype(drawn_like(self.form.example(2, self.dtype), 2, seed=0), self.dtype))
         return model
 

@@ -23,6 +23,7 @@ from pipar.job.prepare import prepare, prepare_timing_only
 from pipar.launch.callbacks import Callback, Callbacks
 from pipar.launch.final_model import final_files
 from pipar.launch.rehearsal import rehearse
+from pipar.metric_settings import shown_name
 from pipar.monitoring.showing import shown
 from pipar.monitoring.tracker_threads import tracked
 from pipar.recording.recorder import check_can_record, recorded
@@ -355,6 +356,7 @@ def started_event(job: Job, folder: Path, world: World = "real") -> Started:
         local_epochs=run.local_epochs,
         world=world,
         is_private=job.update_noise is not None,
+        metric=next(map(shown_name, job.config.task.metrics), ""),
         leakage=_leakage_text(job),
         equivalence_reasons=equivalence_reasons(job.equivalence_facts),
     )

@@ -34,7 +34,7 @@ from pipar.events import (
     TrackerFailed,
 )
 from pipar.methods import METHODS, Plan
-from pipar.monitoring.epoch_lines import epoch_header, epoch_line, percent
+from pipar.monitoring.epoch_lines import epoch_header, epoch_line, metrics_text, percent
 from pipar.monitoring.event_text import not_kept_text, refused_text, starting_text
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
 from pipar.wording import equivalence, equivalence_text, plans_text
@@ -184,7 +184,7 @@ class Display:
             self._print(Text(started.leakage), whole=True)
         if started.equivalence_reasons:
             self._print(Text(_weights_text(started.equivalence_reasons), style="dim"), whole=True)
-        self._print(Text(epoch_header(private=started.is_private), style="dim"))
+        self._print(Text(epoch_header(private=started.is_private, metric=started.metric), style="dim"))
 
     def _print(self, text: Text, *, whole: bool = False, always: bool = False) -> None:
         """Write a line: whole to a log; cut to the width of a terminal, or wrapped if `whole`."""
@@ -214,6 +214,7 @@ class Display:
         last, loss = self._progress.last, self._progress.loss
         words += [f"loss {loss:.3f}"] if loss is not None else []
         words += [f"val acc {percent(last.val_accuracy)}"] if last and last.val_accuracy is not None else []
+        words += [metrics_text(last.val_metrics)] if last and last.val_metrics else []
         return Group(
             Text("  ".join(words), style="bold", no_wrap=True, overflow="ellipsis"),
             _bar_line("epoch", share, percent(share, 0), self._left(started), style="cyan"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pipar.events import EpochResult
 from pipar.units import format_percent
 
@@ -21,12 +23,19 @@ _COLUMNS = (
 
 #: With noise on updates, epsilon replaces this column: a line has no room for both.
 _REPLACEABLE = "samples/s"
+_ACCURACY = "val acc"
 
 
-def epoch_header(*, private: bool = False) -> str:
-    """Return the titles of the columns of `epoch_line`."""
-    titles = (("epsilon" if private and title == _REPLACEABLE else title, width) for title, width in _COLUMNS)
-    return "".join(title.rjust(width) for title, width in titles)
+def epoch_header(*, private: bool = False, metric: str = "") -> str:
+    """Return the titles of the columns of `epoch_line`; a metric, if there is one, has that of the accuracy."""
+    others = {_REPLACEABLE: "epsilon"} if private else {}
+    others |= {_ACCURACY: _shortened(metric, dict(_COLUMNS)[_ACCURACY])} if metric else {}
+    return "".join(others.get(title, title).rjust(width) for title, width in _COLUMNS)
+
+
+def _shortened(metric: str, width: int) -> str:
+    title = f"val {metric}"
+    return title if len(title) < width else metric[: width - 1]
 
 
 def epoch_line(result: EpochResult) -> str:
@@ -39,12 +48,24 @@ def epoch_line(result: EpochResult) -> str:
         number_text(*((rate, 1) if result.epsilon is None else (result.epsilon, 4)), widths[_REPLACEABLE]),
         number_text(result.train_loss, 4, widths["train loss"]),
         number_text(result.val_loss, 4, widths["val loss"]),
-        percent(result.val_accuracy),
+        _first_metric(result, widths[_ACCURACY]),
         number_text(result.server_idle_s, 2, widths["idle s: server"]),
         number_text(result.device_idle_s, 2, widths["device"]),
         percent(result.efficiency, 0),
     )
     return "".join(value.rjust(width) for value, (_, width) in zip(values, _COLUMNS, strict=True))
+
+
+def _first_metric(result: EpochResult, width: int) -> str:
+    if not result.val_metrics:
+        return percent(result.val_accuracy)
+    return number_text(next(iter(result.val_metrics.values())), 4, width)
+
+
+def metrics_text(metrics: Mapping[str, float | None]) -> str:
+    """Return metrics with their values, in words."""
+    known = (f"{name} {'-' if value is None else format(value, '.4g')}" for name, value in metrics.items())
+    return ", ".join(known)
 
 
 def number_text(value: float | None, digits: int, width: int) -> str:

@@ -138,6 +138,7 @@ class EventDescriber:
         words = [f"result of round {result.epoch}: {result.seconds:.1f} s{_loss(result.train_loss)}"]
         words += [f"validation loss {result.val_loss:.3f}"] if result.val_loss is not None else []
         words += [f"accuracy {format_percent(result.val_accuracy)}%"] if result.val_accuracy is not None else []
+        words += [f"{name} {value:.4g}" for name, value in result.val_metrics.items()]
         words += [_count(devices, "device")] if devices is not None else []
         words += [f"{format_bytes(result.bytes_up)} up", f"{format_bytes(result.bytes_down)} down"]
         return ", ".join(words)

@@ -102,6 +102,9 @@ class Metrics:
         self._train_loss = self._gauge("pipar_train_loss", "Latest training loss", math.nan)
         self._val_loss = self._gauge("pipar_validation_loss", "Validation loss of the last validated round", math.nan)
         self._accuracy = self._gauge("pipar_validation_accuracy", "Validation accuracy, from 0 to 1", math.nan)
+        self._metrics = Gauge(
+            "pipar_validation_metric", "Metric of the last validated round", ["name"], registry=self.registry
+        )
         self._progress = self._gauge("pipar_progress_timestamp_seconds", "Unix time of the last progress")
         self._replans = Counter("pipar_replans", "Times that new plans took effect", registry=self.registry)
         self._replan_failures = Counter(
@@ -176,6 +179,8 @@ class Metrics:
         self._set_known(self._train_loss, result.train_loss)
         self._set_known(self._val_loss, result.val_loss)
         self._set_known(self._accuracy, result.val_accuracy)
+        for name, value in result.val_metrics.items():
+            self._metrics.labels(name).set(value)
 
     def _set_known(self, gauge: Gauge, value: float | None) -> None:
         if value is not None:

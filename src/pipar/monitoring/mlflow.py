@@ -14,7 +14,7 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from pipar.monitoring.tracker import RunDescription, scalars
+from pipar.monitoring.tracker import RunDescription, scalars, tested
 
 FOLDER = "mlruns"
 EXPERIMENT = "pipar"
@@ -53,7 +53,7 @@ class MlflowTracker:
         if self._client is None:
             return
         if result is not None:
-            self._log(scalars({"test_accuracy": result["test_accuracy"]}))
+            self._log(scalars(tested(result)))
         self._client.set_terminated(self._run_id, "KILLED" if result is None else "FINISHED")
 
     def _log(self, values: Mapping[str, float]) -> None:

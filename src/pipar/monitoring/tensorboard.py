@@ -16,7 +16,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from pipar.monitoring.tracker import RunDescription, Setting, scalars
+from pipar.monitoring.tracker import RunDescription, Setting, scalars, tested
 
 FOLDER = "tensorboard"
 #: The tag by which TensorBoard's hyper-parameter plugin finds the settings of a run.
@@ -45,7 +45,7 @@ class TensorBoardTracker:
 
     def end(self, result: Mapping[str, Any] | None) -> None:
         if result is not None:
-            self._add_scalars(scalars({"test_accuracy": result["test_accuracy"]}))
+            self._add_scalars(scalars(tested(result)))
         if self._writer is not None:
             self._writer.close()
 

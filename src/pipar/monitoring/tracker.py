@@ -104,6 +104,11 @@ def _flattened(tree: Any, path: str = "") -> Iterator[tuple[str, Setting]]:
         yield path, tree if isinstance(tree, str | int | float | bool) else json.dumps(tree, default=str)
 
 
+def tested(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scores of the finished model on the test set; those of older results may have fewer."""
+    return {name: result.get(name) for name in ("test_accuracy", "test_loss", "test_metrics")}
+
+
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of an epoch by their names in metrics.jsonl; nested ones as in "utilisation/uplink".
 

@@ -11,7 +11,7 @@ os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 import wandb
 
-from pipar.monitoring.tracker import RunDescription, scalars
+from pipar.monitoring.tracker import RunDescription, scalars, tested
 
 PROJECT = "pipar"
 
@@ -41,7 +41,7 @@ class WandbTracker:
         if self._run is None:
             return
         if result is not None:
-            self._run.summary.update(scalars({"test_accuracy": result["test_accuracy"]}))
+            self._run.summary.update(scalars(tested(result)))
         self._run.finish(exit_code=1 if result is None else 0)
 
 

@@ -8,9 +8,9 @@ it after modules that the user names), `cut_list` and `cut_listing` (where it ca
 (its stages as plain data), `inputs` (what a network takes), `losses` and `tasks` (what is learned, and the targets that
 travel), `crossing` (several tensors at a cut), `optimizers` (steps, and state by name), `parts` (cutting a batch into
 micro-batches; forward, backward and step on each side of the cut), `shared_part` (a server-side model that all devices
-share), `learner` (the global model and its replicas), `evaluation` (its scores), `kept_activations` (what devices need
-not send again), `start_weights` (the file that a training starts from), `averaging` (the weighted mean of models),
-`aggregators`, `robust_aggregators` and `named_aggregators` (the next global model), `snapshot` (what training resumes
-from), `tensors` (tensors as message bodies, and the errors of lossy encodings), `rectified` (which cuts follow a ReLU),
-`runtime` (torch's threads and memory).
+share), `learner` (the global model and its replicas), `evaluation` and `metrics` (its scores), `kept_activations` (what
+devices need not send again), `start_weights` (the file that a training starts from), `averaging` (the weighted mean of
+models), `aggregators`, `robust_aggregators` and `named_aggregators` (the next global model), `snapshot` (what training
+resumes from), `tensors` (tensors as message bodies, and the errors of lossy encodings), `rectified` (which cuts follow
+a ReLU), `runtime` (torch's threads and memory).
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from pipar.events import Scores
 from pipar.nn.inputs import Inputs, call
 from pipar.nn.losses import ClassLoss, Targets
+from pipar.nn.metrics import NamedMetric
 from pipar.nn.tasks import Task
 
 #: Loads the inputs and targets of a batch.
@@ -20,9 +21,10 @@ Load = Callable[[], tuple[Inputs, Targets]]
 class Evaluator:
     """Evaluates one model on one batch after another."""
 
-    def __init__(self, model: nn.Module, task: Task) -> None:
+    def __init__(self, model: nn.Module, task: Task, metrics: Sequence[NamedMetric] = ()) -> None:
         self._model = model
         self._task = task
+        self._metrics = {metric.name: metric.make() for metric in metrics}
         self._loss_sum = 0.0
         self._count = 0.0
         self._correct = self._answers = 0
@@ -36,11 +38,14 @@ class Evaluator:
         self._count += self._task.loss.count(targets)
         correct, answers = correct_answers(self._task.loss, output, targets)
         self._correct, self._answers = self._correct + correct, self._answers + answers
+        for metric in self._metrics.values():
+            metric.update(output, targets)
 
     def scores(self) -> Scores:
         """Return the scores over all batches so far."""
         loss = self._loss_sum / self._count if self._count else None
-        return Scores(loss, self._correct / self._answers if self._answers else None)
+        metrics = {name: metric.value() for name, metric in self._metrics.items()}
+        return Scores(loss, self._correct / self._answers if self._answers else None, metrics)
 
 
 def correct_answers(loss: Any, output: Any, targets: Any) -> tuple[int, int]:

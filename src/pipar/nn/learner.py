@@ -24,6 +24,7 @@ from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
 from pipar.nn.evaluation import Evaluator, Load
 from pipar.nn.frozen import changing_state, frozen_layers, frozen_names
 from pipar.nn.kept_activations import KeptActivations
+from pipar.nn.metrics import NamedMetric
 from pipar.nn.optimizers import OptimizerSettings
 from pipar.nn.parts import TorchServerPart
 from pipar.nn.runtime import release_model_memory
@@ -51,6 +52,7 @@ class LearnerSettings:
     seed: int = 0  # of the rounding in lossy encodings
     trusts_devices: bool = True  # all devices are the program's own
     cache_bytes: int = 0  # of each device's activations that are kept at most
+    metrics: Sequence[NamedMetric] = ()  # of held-out sets
     frozen_layers: int = 0  # first layers without anything to train: their devices need no gradients
 
 
@@ -249,7 +251,7 @@ class TorchLearner:
         # Weights are shared; buffers are copied, because a forward may write to them.
         weights = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in self.model.parameters()}
         model = copy.deepcopy(whole_module(self.model), weights).eval()
-        return Evaluator(model, self._settings.task)
+        return Evaluator(model, self._settings.task, self._settings.metrics)
 
     def part_bytes(self, device: str, *, frozen: bool = True) -> int:
         """Return the size of the device's part, with or without its frozen parameters."""

@@ -130,6 +130,8 @@ def _run(name: str, record: RunRecord, traced: EpochTrace | None) -> dict[str, A
         **_averages(epochs),
         "test_accuracy": result.get("test_accuracy"),
         "val_accuracy": _last(epochs, "val_accuracy"),
+        "metrics": result.get("test_metrics") or (epochs[-1].get("val_metrics") if epochs else None) or {},
+        "is_tested": bool(result.get("test_metrics")),
         "train_loss": _last(epochs, "train_loss"),
         "devices": _devices(record, config, traced, _seconds_of(record, traced)),
         "outlook": dict(record.outlook) if record.outlook else None,
@@ -153,7 +155,9 @@ def _shown_epochs(record: RunRecord, runs: int) -> dict[str, Any]:
 
 def _epoch(epoch: Mapping[str, Any]) -> dict[str, Any]:
     used = epoch.get("utilisation") or {}
-    return {**{key: epoch.get(key) for key in _EPOCH_KEYS}, "utilisation": {lane: used.get(lane) for lane in LANES}}
+    metrics = {f"metric {name}": value for name, value in (epoch.get("val_metrics") or {}).items()}
+    known = {**{key: epoch.get(key) for key in _EPOCH_KEYS}, **metrics}
+    return {**known, "utilisation": {lane: used.get(lane) for lane in LANES}}
 
 
 def _averages(epochs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -272,6 +272,7 @@ class ResultCollector:
             train_loss=summary.train_loss,
             val_loss=epoch.scores.loss,
             val_accuracy=epoch.scores.accuracy,
+            val_metrics=epoch.scores.metrics,
             bytes_up=sum(epoch.bytes_up.values()),
             bytes_down=sum(epoch.bytes_down.values()),
             server_idle_s=max(0.0, seconds - busy["server"]),

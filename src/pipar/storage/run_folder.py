@@ -315,7 +315,8 @@ class RunFolder:
 
     def add_test_scores(self, scores: Scores) -> dict[str, Any]:
         """Write result.json again with the finished model's scores on the test set; return the result."""
-        return self._write_result({**self._written, "test_accuracy": scores.accuracy})
+        tested = {"test_accuracy": scores.accuracy, "test_loss": scores.loss, "test_metrics": scores.metrics}
+        return self._write_result({**self._written, **tested})
 
     def _write_result(self, result: dict[str, Any]) -> dict[str, Any]:
         written: dict[str, Any] = strict_json(result)
@@ -345,6 +346,8 @@ class RunFolder:
             "epsilon": self.accountant.largest_epsilon(),
             "privacy": self.accountant.as_result(),
             "test_accuracy": None,
+            "test_loss": None,
+            "test_metrics": {},
             **models,
             "machine": machine_fingerprint(),
             "versions": versions(),

@@ -142,7 +142,10 @@
     setText(tiles.epoch, state.epoch ? `${state.epoch} of ${state.epochs}` : "–");
     setText(tiles.iteration, state.iterations ? `${state.iteration} of ${state.iterations}` : "–");
     setText(tiles.loss, number(state.loss, 3));
-    setText(tiles.accuracy, state.accuracy === null ? "–" : `${(100 * state.accuracy).toFixed(1)} %`);
+    const [metric] = Object.entries(state.metrics ?? {}); // the first one is shown instead of the accuracy
+    setText(tiles.accuracy.previousSibling, metric ? `Val. ${metric[0]}` : "Val. accuracy");
+    const accuracy = state.accuracy === null ? "–" : `${(100 * state.accuracy).toFixed(1)} %`;
+    setText(tiles.accuracy, metric ? number(metric[1], 4) : accuracy);
     setText(tiles.rate, state.samples_per_s === null ? "–" : Number(state.samples_per_s.toPrecision(3)).toLocaleString());
     // Devices on other machines report their lanes at the end of a round.
     const isOld = (key) => state.lanes[key] === null && state.lanes_before[key] !== undefined;

@@ -224,6 +224,9 @@
         cards.push(card(tested ? "test accuracy" : "validation accuracy", share(tested ? run.test_accuracy : run.val_accuracy, 1),
           content.accuracy_is_equal ? "the same with every method" : null));
       }
+      for (const [name, value] of Object.entries(run.metrics ?? {})) {
+        if (isNumber(value)) cards.push(card(`${run.is_tested ? "test" : "validation"} ${name}`, digits(value, 4)));
+      }
       if (isNumber(run.epsilon)) cards.push(card("epsilon (updates)", short(run.epsilon), "highest of all devices"));
       if (isNumber(run.efficiency)) cards.push(card("efficiency", share(run.efficiency), "lower bound / actual time"));
     }
@@ -545,6 +548,8 @@
     }));
     curve(content, "curve-loss", "Loss", [{ name: "train_loss", words: "training" }, { name: "val_loss", words: "validation" }], (value) => digits(value, 4), { least: 0, form: (value) => String(Number(value.toPrecision(6))) });
     curve(content, "curve-accuracy", "Validation accuracy", [{ name: "val_accuracy", words: "validation" }], (value) => share(value, 2), { least: 0.01, form: (value) => share(value) });
+    const metrics = [...new Set(content.runs.flatMap((run) => Object.keys(run.metrics ?? {})))];
+    metrics.forEach((name, place) => curve(content, `curve-metric-${place}`, `Validation ${name}`, [{ name: `metric ${name}`, words: "validation" }], (value) => digits(value, 4), { least: 0, form: (value) => String(Number(value.toPrecision(6))) }));
   }
 
   function drawCosts(content) {
