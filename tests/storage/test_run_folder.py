@@ -254,6 +254,8 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
         "epsilon": None,
         "privacy": None,
         "test_accuracy": 0.75,
+        "test_loss": 0.5,
+        "test_metrics": {},
         "kept_epoch": 0,
         "weights_sha256": "ab" * 32,
         "last_weights_sha256": None,
