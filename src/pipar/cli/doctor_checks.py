@@ -65,6 +65,7 @@ EXTRAS = {
     "wandb": Extra(TRACKER_PACKAGES["wandb"].packages, "--tracker wandb, Weights & Biases"),
     "privacy": Extra(("dp-accounting",), "epsilon of noise on updates"),
     "metrics": Extra(("torchmetrics",), "task.metrics by name"),
+    "notebook": Extra(("matplotlib", "pandas"), "figures and tables of results in Python"),
     "timm": Extra(("timm",), "examples/timm_network.toml"),
     "minilm": Extra(("transformers",), "examples/minilm.toml"),
     "reproduce": Extra(("dp-accounting", "matplotlib"), "figures and privacy of python -m reproduction"),
