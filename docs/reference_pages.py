@@ -67,6 +67,12 @@ and `model` and `datasets` are an `nn.Sequential` and a list of two datasets.
 
 {Comparison}
 
+## Planning
+
+{plan}
+
+{ChosenPlans}
+
 ## Configuration
 
 {load_config}

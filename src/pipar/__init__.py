@@ -9,7 +9,7 @@ Packages, in reading order: `nn` (the mathematics), `data`, `execution` (work on
 their bytes), `transport` (connections), `privacy`, `leakage` (what cuts reveal), `profiling` (what a network costs on a
 machine), `planner`, `device`, `server`, `job` (from a configuration to a training with every choice made), `storage`
 (the files of a run), `monitoring`, `report` (the page of a run), `dashboard` (the live page), `launch` (starting the
-programs), `cli`.
+programs), `cli`, `scripting` (objects for scripts and notebooks).
 """
 
 from pipar.config import Config
@@ -17,8 +17,20 @@ from pipar.config_file import load_config
 from pipar.errors import PiparError
 from pipar.launch.callbacks import STOP
 from pipar.launch.run import compare, run
+from pipar.scripting.plans import ChosenPlans, plan
 from pipar.storage.comparison import Comparison
 from pipar.storage.result import Result
 
 __version__ = "0.1.0"
-__all__ = ["STOP", "Comparison", "Config", "PiparError", "Result", "compare", "load_config", "run"]
+__all__ = [
+    "STOP",
+    "ChosenPlans",
+    "Comparison",
+    "Config",
+    "PiparError",
+    "Result",
+    "compare",
+    "load_config",
+    "plan",
+    "run",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,7 +80,7 @@ def run(
     """
     if world not in WORLDS:
         raise ConfigError(f"world = '{world}' is unknown: use one of {', '.join(WORLDS)}.")
-    resolved = _with_cut_points(_configuration(config, settings, datasets), cut_points)
+    resolved = configuration_of(config, settings, datasets, cut_points)
     if world == "timing-only":
         _check_needs_no_losses(resolved)
     _check_allowed(resolved)
@@ -88,7 +88,7 @@ def run(
         check_can_record(resolved)
     called = Callbacks(callbacks)
     with (
-        _shown(_what(resolved, model, datasets), resolved, progress) as show,
+        shown_as("run", resolved, progress, model=model, datasets=datasets) as show,
         tracked(resolved, tell_all(show, observe, called.observe)) as tracking,
     ):
         typed = command if command is not None else "pipar.run"
@@ -99,15 +99,20 @@ def run(
     return result
 
 
-def _shown(what: str, config: Config, progress: bool | None, *methods: str) -> AbstractContextManager[Observer]:
-    """Return a display of the progress of one training, or of one with each of these methods."""
-    program, names = ("compare", ", ".join(methods)) if methods else ("run", config.run.method)
-    return shown(progress, Starting(program, f"{what} with {names}"), setting_text(config))
-
-
-def _what(config: Config, model: Any, datasets: Any) -> str:
+def shown_as(
+    program: str,
+    config: Config,
+    progress: bool | None,
+    methods: Iterable[str] = (),
+    *,
+    model: Any = None,
+    datasets: Any = None,
+) -> AbstractContextManager[Observer]:
+    """Return a display of the progress of a program, with its method or these methods."""
     network, _, data = training_text(config).partition(" on ")
-    return f"{network if model is None else 'your network'} on {data if datasets is None else 'your data'}"
+    what = f"{network if model is None else 'your network'} on {data if datasets is None else 'your data'}"
+    names = ", ".join(methods) or config.run.method
+    return shown(progress, Starting(program, f"{what} with {names}"), setting_text(config))
 
 
 def _check_needs_no_losses(config: Config) -> None:
@@ -161,8 +166,8 @@ def compare(
         method: with_method(resolved, method) for method in methods
     }  # all are checked before the first one is trained
     progress, observe = options.pop("progress", None), options.pop("observe", ignore)
-    what = _what(resolved, options.get("model"), options.get("datasets"))
-    with _shown(what, resolved, progress, *configs) as show:
+    own = {key: options.get(key) for key in ("model", "datasets")}
+    with shown_as("compare", resolved, progress, configs, **own) as show:
         options |= {"progress": False, "observe": tell_all(show, observe)}
         return Comparison({method: run(changed, **options) for method, changed in configs.items()})
 
@@ -178,6 +183,11 @@ def with_method(config: Config, method: str) -> Config:
     except ValueError as error:
         raise ConfigError(f"{error}.") from None
     return changed
+
+
+def configuration_of(config: Any, settings: Sequence[str], datasets: Any, cut_points: Sequence[str] | None) -> Config:
+    """Return the configuration of a call from Python: a file, dictionaries, a `Config` or None, with its overrides."""
+    return _with_cut_points(_configuration(config, settings, datasets), cut_points)
 
 
 def _configuration(config: Any, settings: Sequence[str], datasets: Any) -> Config:
