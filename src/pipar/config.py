@@ -619,12 +619,7 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _clipping_fits(self) -> Config:
-        if self.optimizer.clips_across and METHODS[self.run.method].shares_server_model:
-            raise ValueError(
-                f"optimizer.clip_norm with optimizer.clip = 'global' needs a server-side model for each device, but in "
-                f"'{self.run.method}' all share one, which would stand still while a device measures its gradient: "
-                "write clip = 'side', or use fl, sfl or pipar"
-            )
+        check_clipping(self)
         return self
 
     @model_validator(mode="after")
@@ -669,6 +664,16 @@ def refuse_cut_points(config: Config) -> None:
         raise ConfigError(
             f"model.cut_points is for your own network, but model.name is '{config.model.name}', which can be cut "
             "after each of its layers: leave it out, or give model.factory."
+        )
+
+
+def check_clipping(config: Config) -> None:
+    """Raise ValueError if gradients cannot be clipped across the cut with this method."""
+    if config.optimizer.clips_across and METHODS[config.run.method].shares_server_model:
+        raise ValueError(
+            f"optimizer.clip_norm with optimizer.clip = 'global' needs a server-side model for each device, but in "
+            f"'{config.run.method}' all share one, which would stand still while a device measures its gradient: write "
+            "clip = 'side', or use fl, sfl or pipar"
         )
 
 

@@ -61,6 +61,23 @@ def tokens(name):
 def masked_tokens(name):
     return [({"input_ids": torch.arange(5) + at, "attention_mask": torch.ones(5)}, at % 3) for at in range(99)]
 
+class ByOneNorm(torch.optim.SGD):
+    def step(self, closure=None):
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        norm = torch.stack([weight.grad.norm() for weight in weights]).norm()
+        for weight in weights:
+            weight.grad.div_(norm)
+        super().step(closure)
+
+def couples(named):
+    return ByOneNorm([weight for _, weight in named], lr=0.1)
+
+def lbfgs(named):
+    return torch.optim.LBFGS([weight for _, weight in named])
+
+def rises(step, total):
+    return -1.0
+
 number = 5
 """
 #: A safetensors file with one empty tensor "x".
@@ -135,6 +152,48 @@ COMMANDS = [
     ("compare --methods fl,fedsgd", "'fedsgd' is not a method; there are fl, sl, sfl, sfl2, pipar"),
     ("compare --methods ,", "--methods is empty; the methods are fl"),
     ("compare --timing-only --methods fl,sl --set server.aggregator=median", "sl trains one device at a time"),
+    # optimisers
+    ("run --set optimizer.name=adm", "optimizer.name = 'adm' is not known (did you mean 'adam'?); allowed are sgd,"),
+    ("plan --set optimizer.name=lbfgs", "optimizer.name = 'lbfgs' cannot be used: it evaluates the loss several times"),
+    ("run --set optimizer.betas=[0.9,0.99]", "optimizer.betas = [0.9, 0.99] is no argument of sgd: its own are"),
+    ("run --set optimizer.name=adam --set optimizer.betas=0.9", "adam takes a list of 2 numbers."),
+    (
+        "run --virtual --set optimizer.name=adam --set optimizer.betas=[2,0.9]",
+        "optimizer.name = 'adam' cannot be made: ValueError: Invalid beta parameter at index 0: 2",
+    ),
+    ("run --virtual --set optimizer.name=muon", "optimizer.name = 'muon' cannot be made: ValueError: Muon only"),
+    (
+        "run --virtual --set optimizer.factory=own_models:couples",
+        "an optimiser that couples parameters cannot train a network whose layers are on two machines.",
+    ),
+    (
+        "run --virtual --set optimizer.factory=own_models:lbfgs",
+        "returned LBFGS, which evaluates the loss several times",
+    ),
+    ("run --virtual --set optimizer.factory=own_models:number", "is of type int, not a function: name a function."),
+    ("run --set optimizer.factory=a:b --set optimizer.learning_rate=1", "optimizer.learning_rate is given with"),
+    ("run --set optimizer.schedule=cosin", "optimizer.schedule = 'cosin' is not known (did you mean 'cosine'?)"),
+    ("run --set optimizer.schedule=step", "optimizer.schedule = 'step' needs optimizer.scheduling.step_size"),
+    ("run --set optimizer.schedule=cosine --set optimizer.scheduling.gamma=1", "does not belong to the schedule"),
+    (
+        "plan --set optimizer.schedule=onecycle --set optimizer.scheduling.steps=3",
+        "optimizer.scheduling.steps = 3, but device-1 takes",
+    ),
+    ("plan --set optimizer.warmup=1000", "optimizer.warmup = 1000, but device-1 takes only"),
+    (
+        "run --virtual --set optimizer.schedule=own_models:rises",
+        "optimizer.schedule 'own_models:rises' returned -1.0 for step 0",
+    ),
+    ("run --method sl --set optimizer.clip_norm=1", "needs a server-side model for each device, but in 'sl' all share"),
+    ("compare --timing-only --methods fl,sfl2 --set optimizer.clip_norm=1", "but in 'sfl2' all share one"),
+    (
+        "run --set optimizer.clip_norm=1 --set privacy.noise_multiplier=1",
+        "devices would send the norms of their gradients without noise. Write 'side'.",
+    ),
+    (
+        "run --virtual --set optimizer.groups=[{match=['head.*']}]",
+        "optimizer.groups has 'head.*', which matches no parameter of the network: its parameters are",
+    ),
     ("run --set server.aggregator=best", "server.aggregator = 'best' is not known"),
     ("run --set server.aggregator=krum", "krum with byzantine = 1 needs at least 5 devices, but there are 4"),
     ("run --set server.aggregation.trim=0.1", "server.aggregation.trim = 0.1 does not belong to fedavg"),

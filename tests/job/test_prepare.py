@@ -455,3 +455,28 @@ def test_settings_do_not_change_the_other_keys_of_an_object() -> None:
     changed = with_method(Config(run=RunSection(epochs=9)), "fl")
     assert with_settings(changed, ["run.seed=3"]).run == changed.run.model_copy(update={"seed": 3})
     assert with_settings(Config(), ["devices.link=wifi"]) == load_config(None, ["devices.link=wifi"])
+
+
+@pytest.mark.parametrize(("name", "copies", "step"), [("adamw", 2.0, 3.0), ("rmsprop", 1.0, 1.5), ("sgd", 1.0, 1.0)])
+def test_steps_and_memory_are_those_of_the_optimiser(profile: Path, name: str, copies: float, step: float) -> None:
+    """Those of a file or a named machine, whose steps are of SGD, are scaled."""
+    for given in (str(profile), next(iter(MACHINES))):
+        jobs = []
+        for optimizer in ("sgd", name):
+            settings = [f"optimizer.name={optimizer}", f'devices.profile="{given}"', "run.method=fl"]
+            job = prepare_timing_only(with_settings(configuration(profile), settings), rehearse)
+            assert job is not None
+            jobs.append(next(iter(job.device_profiles.values())))
+        sgd, other = jobs
+        assert (sgd.state_copies, other.state_copies) == (1.0, copies)
+        assert other.step_s_per_byte == pytest.approx(step * sgd.step_s_per_byte)
+
+
+def test_a_profile_is_measured_with_the_optimiser_and_kept_for_it(profile: Path, tmp_path: Path) -> None:  # noqa: ARG001
+    data = {"name": "synthetic", "shape": [1, 4, 4], "samples_per_device": 20, "validation": 0, "test": 0}
+    found = []
+    for name in ("sgd", "adam"):
+        tree = {"data": data, "run": {"batch_size": 10}, "optimizer": {"name": name}}
+        workload = Workload(config_from(tree))
+        found.append(measured_profile(workload, workload.checked_model(), budget_s=0.01))
+    assert [(one.optimizer, one.state_copies) for one in found] == [("sgd", 1.0), ("adam", 2.0)]

@@ -19,7 +19,7 @@ from pipar.nn.parts import Decoded, TorchDevicePart, cut_micro_batches
 from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import split_model
 from pipar.nn.tasks import classification
-from pipar.nn.tensors import state_body, weights_sha256
+from pipar.nn.tensors import read_state, state_body, weights_sha256
 from pipar.wire.messages import Body
 from pipar.wire.orders import TrainedPart
 
@@ -134,6 +134,23 @@ def test_momentum_that_is_reset_is_not_in_a_snapshot() -> None:
     world = World(SPLIT_POINTS)
     world.train(range(1))
     assert Snapshot.read(world.learner.snapshot()).optimizer == {}
+
+
+def test_a_snapshot_from_before_there_were_other_optimisers_still_resumes() -> None:
+    """It had the momentum of each weight under "momentum.DEVICE/NAME"."""
+    world = World(SPLIT_POINTS, keep=True)
+    world.train(range(2))
+    body, parts = world.learner.snapshot(), copy.deepcopy(world.parts)
+    former = {_former_name(name): tensor for name, tensor in read_state(body).items()}
+    assert any(name.startswith("momentum.a/") for name in former)
+    without_a_break = world.train(range(2, 4))
+    world.parts = parts
+    assert world.after_a_break(state_body(former)).train(range(2, 4)) == without_a_break
+
+
+def _former_name(name: str) -> str:
+    kind, _, rest = name.partition(".")
+    return f"momentum.{rest.removesuffix('/momentum_buffer')}" if kind == "optimizer" else name
 
 
 def test_taking_a_snapshot_changes_nothing_and_draws_no_random_number() -> None:

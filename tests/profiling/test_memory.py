@@ -83,3 +83,9 @@ def test_the_largest_prefix_is_the_most_layers_of_which_a_single_small_micro_bat
     # A prefix is cut after its last layer, so its batch may be split into micro-batches.
     longer = replace(PROFILE, total_layers=9)
     assert prefix(whole - 1, longer) == 3
+
+
+def test_every_value_that_the_optimiser_keeps_for_a_weight_counts() -> None:
+    plan, adam = Plan(2, 4), replace(PROFILE, optimizer="adam", state_copies=2.0)
+    assert training_bytes(adam, plan, 100) == training_bytes(PROFILE, plan, 100) + 5000
+    assert training_bytes(replace(PROFILE, state_copies=0.1), plan, 100) == training_bytes(PROFILE, plan, 100) - 4500

@@ -231,3 +231,11 @@ def test_a_profile_of_another_network_is_one_sentence(other: Profile, says: str)
         check_network(other, NETWORK, "board.json")
     assert str(raised.value).startswith(f"The profile board.json is of vgg5 {says}")
     assert str(raised.value).endswith(": write another with 'pipar profile'.")
+
+
+def test_a_file_from_before_there_were_other_optimisers_is_of_sgd() -> None:
+    tree = json.loads(PROFILE.to_json())
+    assert not {"optimizer", "state_copies"} & tree.keys()
+    assert Profile.from_json(json.dumps(tree)).state_copies == 1.0
+    adam = replace(PROFILE, optimizer="adam", state_copies=2.0)
+    assert Profile.from_json(adam.to_json()) == adam

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipar import methods as known
 from pipar.aggregator_settings import check_method
-from pipar.config import Config, check_private_updates, device_names, device_specs, validated_keys
+from pipar.config import Config, check_clipping, check_private_updates, device_names, device_specs, validated_keys
 from pipar.config_file import config_from, load_config, with_settings
 from pipar.errors import ConfigError
 from pipar.events import LOADING, EpochResult, Observer, Preparing, Started, Starting, ignore, tell_all
@@ -180,6 +180,7 @@ def with_method(config: Config, method: str) -> Config:
         check_method(config.server.aggregator, known.method(method))
         changed = config.model_copy(update={"run": run})
         check_private_updates(changed)
+        check_clipping(changed)
     except ValueError as error:
         raise ConfigError(f"{error}.") from None
     return changed
