@@ -79,9 +79,41 @@ def rises(step, total):
     return -1.0
 
 number = 5
+
+def linear(outputs=1):
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, outputs))
+
+def five():
+    return linear(5)
+
+def numbers(name):
+    return TensorDataset(torch.randn(40, 4), torch.randn(40))
+
+def two_targets(name):
+    return [(torch.randn(4), (1.0, 2.0)) for _ in range(40)]
+
+def not_alike(name):
+    return [(torch.randn(4), [1.0] * (1 + at % 2)) for at in range(40)]
+
+def untold(name):
+    return [(torch.randn(4), None) for _ in range(40)]
+
+def far(name):
+    return [(torch.randn(4), float("nan")) for _ in range(40)]
+
+def labelled(name):
+    return TensorDataset(torch.randn(40, 4), torch.arange(40) % 5)
+
+def no_number(output, targets):
+    return output
+
+def failing(output, targets):
+    raise ValueError("not today")
 """
 #: A safetensors file with one empty tensor "x".
 OTHER_WEIGHTS = b"\x38" + b"\0" * 7 + b'{"x":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}  '
+OWN_DATA = "run --virtual --set model.factory=own_models:linear --set data.factory=own_models"
+NUMBERS = f"{OWN_DATA}:numbers --set task.loss=mse"
 OWN_ENCODER = "run --virtual --set model.factory=own_models:Encoder --set"
 TORN = "[run\nepochs = 1"
 MNIST_LIKE = "run --virtual --data synthetic --set data.shape=[1,28,28]"
@@ -253,6 +285,49 @@ COMMANDS = [
     ("run --timing-only --data tiny_imagenet --set data.classes=300", "tiny_imagenet has 200 classes"),
     ("run --timing-only --set data.validation=1700 --set data.test=98", "digits has 1797 samples to hold out"),
     ("run --timing-only --devices 2000", "2000 devices share 1197 training samples, but each needs at least 1"),
+    # tasks and metrics
+    ("run --virtual --set task.loss=hinge", "task.loss = 'hinge' is not a loss; there are cross_entropy, nll"),
+    ("run --virtual --set task.loss=own_losses:mine", "no module 'own_losses' is installed"),
+    ("run --virtual --set task.class_weights=3", "task.class_weights = 3 is not a list of weights"),
+    ("run --virtual --set task.class_weights=[1.0,-2.0]", "is not a list of weights"),
+    ("run --virtual --set task.class_weights=[1.0,2.0]", "10 classes, but task.class_weights has 2 numbers"),
+    ("run --virtual --set task.label_smoothing=1.5", "task.label_smoothing = 1.5 is not allowed"),
+    (f"{NUMBERS} --set task.label_smoothing=0.1", "task.label_smoothing is for the loss cross_entropy and next_token"),
+    (f"{NUMBERS} --set task.class_weights=[1.0]", "task.class_weights is for the loss cross_entropy and nll"),
+    (f"{NUMBERS} --set task.count=own_models:no_number", "task.count is for a loss of your own"),
+    (
+        "run --timing-only --set task.loss=mse",
+        "task.loss = 'mse' does not fit digits, which has a label for each sample",
+    ),
+    ("run --virtual --set task.loss=mse", "to (2, 10), but their targets have (2,): change its last layer"),
+    (f"{NUMBERS} --set model.factory=own_models:five", "to (2, 5), but their targets have (2,): change its last layer"),
+    (f"{OWN_DATA}:numbers", "has the target"),
+    (f"{OWN_DATA}:two_targets --set task.loss=mse", "several targets for a sample, but mse takes one tensor"),
+    (f"{OWN_DATA}:not_alike --set task.loss=mse", "all items must have one dtype and shape"),
+    (f"{OWN_DATA}:untold --set task.loss=mse", "has no target, which only the loss next_token can do without"),
+    (f"{OWN_DATA}:untold --set task.loss=next_token", "its next tokens are not known: its sample must be one row of"),
+    (f"{OWN_DATA}:far --set task.loss=mse", "has targets that are infinite or not a number"),
+    (
+        f"{NUMBERS} --set data.factory=own_models:labelled --set task.loss=bce",
+        "has targets outside 0..1, which bce needs",
+    ),
+    (
+        f"{NUMBERS} --set data.partition=dirichlet --set privacy.label_epsilon=1.0",
+        "privacy.label_epsilon randomises one",
+    ),
+    (
+        "run --virtual --set task.class_weights=[1,1,1,1,1,1,1,1,1,2] --set privacy.label_epsilon=1.0",
+        "without class_weights",
+    ),
+    (f"{NUMBERS} --set task.loss=own_models:no_number", "returns a tensor of (2, 1): it must return one number"),
+    (f"{NUMBERS} --set task.loss=own_models:failing", "cannot be computed: ValueError: not today"),
+    ("run --virtual --set task.metrics=f1", "task.metrics = 'f1' is not a list of metrics"),
+    ('run --virtual --set task.metrics=["f2"]', "names 'f2', which is not a metric; there are accuracy, precision"),
+    ('run --virtual --set task.metrics=["f1","f1"]', "has 'f1' twice"),
+    (f'{NUMBERS} --set task.metrics=["auroc"]', "task.metrics names 'auroc', which compares classes, but the loss mse"),
+    ('run --virtual --set task.metrics=["r2"]', "which compares numbers, but the loss cross_entropy"),
+    (f'{NUMBERS} --set task.metrics=["own_models:no_number"]', "returns a Tensor: it must return one number"),
+    (f'{NUMBERS} --set task.metrics=["own_models:failing"]', "The metric failing cannot be computed: ValueError"),
     # patience without validation
     ("run --virtual --set run.patience=2 --set data.validation=0", "run.patience = 2 needs a validation set"),
     ("run --set run.patience=2 --set data.factory=own_models:no_held_out", "run.patience = 2 needs a validation set"),

@@ -32,6 +32,7 @@ from pipar.profiling.cache import find_profile
 from pipar.profiling.machines import MACHINES
 from pipar.profiling.operation_counts import known_counts
 from pipar.profiling.profile import item_bytes
+from pipar.wire.messages import COUNT_BYTES, LABEL_BYTES, TargetSize
 
 if TYPE_CHECKING:
     from pipar.job.workload import Workload
@@ -96,7 +97,7 @@ def unplanned_timing_only_job(config: Config, observe: Observer = ignore) -> Job
     if config.data.factory or config.model.factory:
         return None
     refuse_cut_points(config)
-    info = dataset_info(config.data.name)
+    info, targets = dataset_info(config.data.name), _label_size(config)
     sizes = _counted(config, info)
     _check_sizes(config, sizes, batch_statistics=config.model.norm == "batch")
     shape, classes = config.data.shape or info.shape, config.data.classes or info.classes
@@ -112,7 +113,20 @@ def unplanned_timing_only_job(config: Config, observe: Observer = ignore) -> Job
             find_profile(profile_key(config, shape, classes)) or profile_of_shape(config, shape, classes, observe)
         ),
     )
-    return _job(config, profiles, sizes, Subject.of(config, config.model.name, config.data.name, shape))
+    job = _job(config, profiles, sizes, Subject.of(config, config.model.name, config.data.name, shape))
+    return replace(job, target_size=targets)
+
+
+def _label_size(config: Config) -> TargetSize:
+    """Return the bytes of a named dataset's targets in messages, which are labels; as `nn.tasks` computes them."""
+    task = config.task
+    if not task.is_own and task.loss not in ("cross_entropy", "nll"):
+        raise ConfigError(
+            f"task.loss = '{task.loss}' does not fit {config.data.name}, which has a label for each sample: use "
+            "cross_entropy, or give data.factory for targets of your own."
+        )
+    counts = task.class_weights is not None or task.count is not None or task.ignore_index >= 0
+    return TargetSize(8 if task.is_own else LABEL_BYTES, COUNT_BYTES if counts else 0)
 
 
 def _counted(config: Config, info: DatasetInfo) -> dict[str, int]:

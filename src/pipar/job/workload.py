@@ -6,7 +6,7 @@ import copy
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any, TypeGuard, cast
@@ -24,16 +24,17 @@ from pipar.data.shard import SamplePrivacy, Shard
 from pipar.errors import ConfigError, DataError, ModelError
 from pipar.events import Observer, Preparing, ignore
 from pipar.job.cut_cache import kept_line
+from pipar.job.own_function import OWN, OwnFunction, checked_function
 from pipar.job.own_module import OwnModule
 from pipar.methods import METHODS
-from pipar.metric_settings import is_own
+from pipar.metric_settings import is_own, shown_name
 from pipar.nn.cut_list import CutList
 from pipar.nn.cut_listing import layer_cuts
 from pipar.nn.frozen import check_stays_frozen, check_trains, freeze
 from pipar.nn.inputs import InputForm, Inputs, drawn_like, in_dtype
 from pipar.nn.learner import Batches
 from pipar.nn.line import Line, line_of, whole_line
-from pipar.nn.losses import Loss, Targets, named_loss
+from pipar.nn.losses import Loss, OwnLoss, Targets, named_loss
 from pipar.nn.metrics import NamedMetric, named_metrics
 from pipar.nn.models import build_model, check_fits, check_module, example_output, is_sequential
 from pipar.nn.named_cuts import named_line, unshared_line, uses_twice
@@ -64,16 +65,29 @@ class UserObjects:
     form: InputForm | None = None  # of one sample
     targets: InputForm | None = None  # of one sample's targets
     classes: int | None = None
+    loss: OwnFunction | None = None
+    metrics: Mapping[str, OwnFunction] = field(default_factory=dict)  # by name
     knows_no_data: bool = False  # as the server of a deployment, where a factory is called on devices only
 
     @classmethod
-    def of(cls, config: Config, model: Any, datasets: Any, validation: Any, test: Any) -> UserObjects:
+    def of(
+        cls,
+        config: Config,
+        model: Any,
+        datasets: Any,
+        validation: Any,
+        test: Any,
+        loss: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> UserObjects:
         """Return the user's objects, checked; a single dataset is partitioned over the devices."""
         return cls(
             model=None if model is None else OwnModule(check_module(model)),
             training=None if datasets is None else _by_device(config, datasets),
             validation=None if validation is None else dataset_images(validation, config.task),
             test=None if test is None else dataset_images(test, config.task),
+            loss=None if loss is None else checked_function(loss, "loss"),
+            metrics={name: checked_function(one, f"The metric {name!r}") for name, one in (metrics or {}).items()},
         )
 
     def only(self, device: str) -> UserObjects:
@@ -341,7 +355,12 @@ class Workload:
     @cached_property
     def loss(self) -> Loss:
         """What is minimised."""
-        return named_loss(self.config.task, load_factory)
+        own = self.user_objects.loss
+        if own is None:
+            return named_loss(self.config.task, load_factory)
+        count = self.config.task.count
+        counting = getattr(own.get(), "count", None) if count is None else load_factory(count)
+        return OwnLoss(own.get(), counting, self.config.task.loss.removeprefix(f"{OWN}:"))
 
     @cached_property
     def task(self) -> Task:
@@ -351,8 +370,14 @@ class Workload:
     @cached_property
     def metrics(self) -> list[NamedMetric]:
         """The metrics of held-out sets."""
-        functions = {name: load_factory(name) if is_own(name) else None for name in self.config.task.metrics}
-        return named_metrics(functions, self.task)
+        return named_metrics({name: self._metric(name) for name in self.config.task.metrics}, self.task)
+
+    def _metric(self, name: str) -> Callable[..., Any] | None:
+        """Return a user's function; None for a metric that pipar knows."""
+        given = self.user_objects.metrics.get(shown_name(name)) if name.startswith(f"{OWN}:") else None
+        if given is not None:
+            return given.get()
+        return load_factory(name) if is_own(name) else None
 
     def check_metrics(self, model: nn.Module) -> None:
         """Raise ConfigError if a metric cannot be computed of what the network returns."""

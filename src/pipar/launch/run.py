@@ -51,6 +51,8 @@ def run(
     datasets: Any = None,
     validation: Any = None,
     test: Any = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
     settings: Sequence[str] = (),
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
@@ -67,7 +69,9 @@ def run(
     modules after which it may be cut, by their paths and in order of execution, instead of every usable cut. `datasets`
     are your own training data: one dataset for each device (a list or tuple in the order of the configuration, or a
     mapping by device name), or a single one to partition. `validation` and `test` are your own held-out datasets; they
-    replace those of a named dataset. `callbacks` are called with the results of each epoch; one that returns
+    replace those of a named dataset. `loss` is your own function of (outputs, targets), their mean over the samples or
+    over what its attribute `count`, a function of targets, counts; `metrics` are functions by name that validation and
+    test compute in addition to `task.metrics`. `callbacks` are called with the results of each epoch; one that returns
     `pipar.STOP` ends the training after the round that is being trained, and an error in one does so, too, and is
     raised when everything is saved. `progress` shows how far the training is: None does so in a terminal and in a
     notebook, True also prints lines elsewhere, False shows nothing. `observe` is called with each event, with
@@ -80,7 +84,7 @@ def run(
     """
     if world not in WORLDS:
         raise ConfigError(f"world = '{world}' is unknown: use one of {', '.join(WORLDS)}.")
-    resolved = configuration_of(config, settings, datasets, cut_points)
+    resolved = _with_functions(configuration_of(config, settings, datasets, cut_points), loss, metrics)
     if world == "timing-only":
         _check_needs_no_losses(resolved)
     _check_allowed(resolved)
@@ -93,7 +97,7 @@ def run(
     ):
         typed = command if command is not None else "pipar.run"
         options = RunOptions(typed, tracking.observe, report, pictures, record, called)
-        result = _train(resolved, world, (model, datasets, validation, test), options)
+        result = _train(resolved, world, (model, datasets, validation, test, loss, metrics), options)
         tracking.end(result.content)
     called.raise_error()
     return result
@@ -135,8 +139,8 @@ def _check_allowed(config: Config) -> None:
 
 
 def _train(config: Config, world: World, own: tuple[Any, ...], options: RunOptions) -> Result:
-    """Train with a checked configuration; `own` are the user's model, datasets, validation and test set."""
-    model, datasets, _, _ = own
+    """Train with a checked configuration; `own` are the user's model, datasets, held-out sets, loss and metrics."""
+    model, datasets, *_ = own
     if world == "timing-only" and model is None and datasets is None:
         job = prepare_timing_only(config, rehearse, options.observe)
         if job is not None:
@@ -208,6 +212,20 @@ def _with_cut_points(config: Config, cut_points: Sequence[str] | None) -> Config
     model = {**config.model.model_dump(exclude_unset=True), "cut_points": cut_points}
     tree = {name: getattr(config, name) for name in config.model_fields_set}
     return config_from({**tree, "model": model})
+
+
+def _with_functions(config: Config, loss: Any, metrics: Mapping[str, Any] | None) -> Config:
+    """Return the configuration with the names of the functions that the user passed."""
+    if loss is None and not metrics:
+        return config
+    from pipar.job.own_function import OWN, own_name
+
+    task = config.task.model_dump(exclude_unset=True)
+    if loss is not None:
+        task["loss"] = own_name(loss)
+    task["metrics"] = [*config.task.metrics, *(f"{OWN}:{name}" for name in metrics or {})]
+    tree = {name: getattr(config, name) for name in config.model_fields_set}
+    return config_from({**tree, "task": task})
 
 
 def _devices_for(datasets: Any) -> dict[str, Any]:
