@@ -28,5 +28,5 @@ datasets = [half_moons(seed) for seed in range(3)]  # three devices
 settings = {"run": {"name": "quickstart", "epochs": 5, "batch_size": 100}, "optimizer": {"learning_rate": 0.1}}
 result = pipar.run(settings, world="virtual", model=model, datasets=datasets, test=half_moons(99))
 print(f"accuracy {result.test_accuracy:.1%}, {result.seconds_per_epoch:.3f} s per epoch: {result.folder}")
-model.load_state_dict(result.state_dict())
-print(f"prediction of the trained model: {model(torch.tensor([[0.0, 1.0]])).argmax().item()}")
+trained = result.model()  # a copy of the network, with the trained weights
+print(f"prediction of the trained model: {trained(torch.tensor([[0.0, 1.0]])).argmax().item()}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+_TABLE = "font-size:13px;border-collapse:collapse;border:none"
 _CELL = "padding:2px 10px 2px 0;border:none;background:none;vertical-align:top"
 
 
@@ -22,7 +23,7 @@ def html_facts(facts: Mapping[str, str | None]) -> str:
         for name, value in facts.items()
         if value
     )
-    return f'<table style="border:none;margin:0 0 6px 0"><tbody>{"".join(rows)}</tbody></table>'
+    return f'<table style="{_TABLE};margin:0 0 6px 0"><tbody>{"".join(rows)}</tbody></table>'
 
 
 def html_rows(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -32,7 +33,7 @@ def html_rows(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         f'<tr style="background:none">{"".join(_cell("td", text, place) for place, text in enumerate(row))}</tr>'
         for row in rows
     )
-    return f'<table style="border:none;margin:0"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<table style="{_TABLE};margin:0"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def html_line(text: str) -> str:

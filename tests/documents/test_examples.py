@@ -32,7 +32,9 @@ notebook = nbformat.read(sys.argv[1], as_version=4)
 nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": sys.argv[2]}}).execute()
 for cell in notebook.cells:
     for output in cell.get("outputs", []):
-        print(output.get("text") or "".join(output.get("data", {}).values()))
+        shown = output.get("data", {})
+        print(output.get("text") or "".join(text for kind, text in shown.items() if kind != "image/png"))
+        print(*(f"shown as {kind}" for kind in shown))
 """
 
 
@@ -64,13 +66,18 @@ def test_the_notebook_keeps_no_outputs() -> None:
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, profiles: Path) -> None:
     printed = run(["-c", EXECUTE, str(EXAMPLES / "quickstart.ipynb"), str(EXAMPLES)], tmp_path, profiles)
-    rows = {line.split()[0]: line for line in printed.splitlines() if "accuracy" in line}
+    compared = next(line for line in printed.splitlines() if ">vs fl<" in line)
+    rows = {cells[0]: cells for row in compared.split("<tr")[2:] if (cells := re.findall(r"<td[^>]*>([^<]*)<", row))}
     assert set(rows) == {"fl", "sfl", "pipar"}
-    assert len({row.rpartition(",")[2] for row in rows.values()}) == 1, "equal accuracies"
-    seconds = {method: float(row.split(" s per epoch")[0].split()[-1]) for method, row in rows.items()}
+    assert len({row[4] for row in rows.values()}) == 1, "equal accuracies"
+    assert {row[7] for row in rows.values()} == {"exact"}
+    seconds = {method: float(row[2]) for method, row in rows.items()}
     assert seconds["pipar"] < min(seconds["fl"], seconds["sfl"])
+    assert "predicted epoch" in printed  # of the plan
+    assert "notebook-pipar: 2 of 2 epochs" in printed  # the progress, at its end
+    assert printed.count("shown as image/png") == 1
     assert "<svg" in printed
-    assert printed.count("predicted") == 2
+    assert len(re.findall(r"predicted [0-9.]+ s, measured", printed)) == 2
     assert "model.safetensors" in printed
 
 

@@ -140,7 +140,7 @@ class ChosenPlans:
             "bottleneck": self.bottleneck,
             "busy": ", ".join(f"{lane} {_percent(share)}" for lane, share in self.explanation.utilisation.items()),
         }
-        title = f"Plans of {job.model} on {job.dataset}, {job.method.name}"
+        title = f"Plans of {result_views.subject(job.model, job.dataset)}, {job.method.name}"
         heads = ["devices", "machine", "link", "P", "N", "encoding", "trained after s", "memory MiB"]
         table = html_rows(heads, [_html_row(group) for group in self.explanation.rows()])
         more = [html_line("Runners-up"), html_rows(["plans", "s/epoch", "longer"], runners_up)] if runners_up else []

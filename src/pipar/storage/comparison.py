@@ -72,7 +72,8 @@ class Comparison(Mapping[str, Result]):
 
     def _repr_html_(self) -> str:
         first = next(iter(self.results.values())).content
-        title = f"{first['model']} on {first['dataset']}, {result_views.WORLDS[first['world']]}"
+        what = result_views.subject(first["model"], first["dataset"])
+        title = f"{what}, {result_views.WORLDS[first['world']]}"
         shown = [_html_row(row, self.results[row["method"]]) for row in self.rows()]
         heads = ["method", "plan", "s/epoch", f"vs {self.base}", "test acc.", "MB up", "MB down", "weights"]
         return html_page(title, html_rows(heads, shown), html_line(_note(len(first["epochs"]))))
@@ -121,6 +122,7 @@ def _plot(results: Mapping[str, Result]) -> Any:
     figure, axes = result_views.new_figure("Comparison.plot()", 1 if key is None else 2)
     bars = axes[0].bar(list(results), [result.seconds_per_epoch for result in results.values()])
     axes[0].bar_label(bars, fmt="%.2f")
+    axes[0].margins(y=0.12)  # for the label of the highest bar
     axes[0].set_title("seconds per epoch", fontsize="medium")
     if key is not None:
         for method, result in results.items():

@@ -105,7 +105,12 @@ def curve(axes: Any, x: Sequence[float], epochs: Sequence[Row], labels: Mapping[
 
 def title(content: Row) -> str:
     """Return what was trained: "vgg5 on digits, pipar, virtual time"."""
-    return f"{content['model']} on {content['dataset']}, {content['method']}, {WORLDS[content['world']]}"
+    return f"{subject(content['model'], content['dataset'])}, {content['method']}, {WORLDS[content['world']]}"
+
+
+def subject(model: str, dataset: str) -> str:
+    """Return a network and a dataset in words; objects of the caller have no name."""
+    return f"{'your network' if model == 'own' else model} on {'your data' if dataset == 'own' else dataset}"
 
 
 def result_html(content: Row, folder: Path, seconds: float | None) -> str:
