@@ -11,12 +11,15 @@ import pytest
 import torch
 from support import plain_optimizers as plain
 from support.plain_optimizers import Plain
-from support.training import EXACT, Case, hand_made_profile, largest_error, make_job, reference_data
+from support.training import EXACT, Case, hand_made_profile, largest_error, make_job, reference_data, reference_state
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 import pipar
+from pipar.config_file import config_from
 from pipar.events import ignore
+from pipar.job.workload import UserObjects, Workload
 from pipar.launch.virtual import train_virtually
 from pipar.links import Link
 from pipar.methods import Plan
@@ -250,6 +253,59 @@ def test_processes_train_with_adamw_a_schedule_and_clipping_to_the_bits_of_virtu
         return lr_scheduler.SequentialLR(optimizer, [first, lr_scheduler.CosineAnnealingLR(optimizer, steps - 1)], [1])
 
     how = Plain(make, keep == "keep", schedule, clip_norm=0.5)
+    wanted = plain.train(workload.build_model(), reference_data(workload), how)
+    state = real.state_dict()
+    assert largest_error({name: state[name] for name in wanted}, wanted) < EXACT
+    assert real.content["weights_sha256"] == virtual.content["weights_sha256"]
+    assert real.content["equivalence"] == "exact"
+
+
+# --- methods whose devices share a server-side model
+
+
+@pytest.mark.parametrize("keep", ["reset", "keep"])
+@pytest.mark.parametrize("method", ["sl", "sfl2"])
+def test_methods_that_share_a_model_train_the_weights_of_their_definition_with_adamw(method: str, keep: str) -> None:
+    case = replace(case_of("adamw", keep, (2, 2, 2), (1,)), method=method)
+    wanted = reference_state(case, network(), make=torch.optim.AdamW)
+    assert largest_error(train(case, network()), wanted) < EXACT
+
+
+# --- with a loss that counts tokens
+
+
+def spoken(samples: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return sequences of tokens, and the classes of those that count."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(5, (samples, 4), generator=draw)
+    wanted = torch.randint(5, (samples, 4), generator=draw)
+    wanted[torch.rand(wanted.shape, generator=draw) < 0.4] = -100
+    wanted[:, 0] = 1
+    return list(zip(tokens, wanted, strict=True))
+
+
+def over_tokens(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.usefixtures("measured_at_once")
+def test_processes_train_with_adamw_a_schedule_clipping_and_a_loss_that_counts_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(5)
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).double()
+    case = case_of("adamw", "keep", (1, 2, 4), (3, 7, 1), schedule="cosine", clip_norm=0.5)
+    case = replace(case, even=True, task=(("loss", "next_token"),))
+    datasets = [spoken(size, seed) for seed, size in enumerate(case.sizes)]
+    tree = {key: value for key, value in case.tree().items() if key != "data"}
+    real, virtual = (pipar.run(tree, model=model, datasets=datasets, world=world) for world in ("real", "virtual"))
+    config = config_from(tree)
+    workload = Workload(config, UserObjects.of(config, model, datasets, None, None))
+    how = replace(plain_of("adamw", "keep"), clip_norm=0.5, loss=over_tokens)
+    how = replace(how, schedule=lambda o, steps: lr_scheduler.CosineAnnealingLR(o, steps))
     wanted = plain.train(workload.build_model(), reference_data(workload), how)
     state = real.state_dict()
     assert largest_error({name: state[name] for name in wanted}, wanted) < EXACT

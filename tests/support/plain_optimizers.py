@@ -30,6 +30,7 @@ class Plain:
     schedule: Callable[[Optimizer, int], Scheduler] | None = None  # of an optimiser, and its number of steps
     clip_norm: float | None = None
     proximal: float = 0.0
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
     clip_sides: Callable[[nn.Module], Sequence[Sequence[nn.Parameter]]] | None = None  # each with a norm of its own
 
 
@@ -72,7 +73,7 @@ def set_groups(optimizer: Optimizer, groups: Sequence[dict[str, object]]) -> Non
 def step(model: nn.Module, optimizer: Optimizer, batch: Batch, plain: Plain, start: Sequence[Tensor]) -> None:
     inputs, labels = batch
     model.zero_grad()
-    loss = F.cross_entropy(model(inputs), labels)
+    loss = plain.loss(model(inputs), labels)
     if plain.proximal:
         away = [(w - first).square().sum() for w, first in zip(model.parameters(), start, strict=True)]
         loss = loss + plain.proximal / 2 * torch.stack(away).sum()

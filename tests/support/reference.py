@@ -35,8 +35,13 @@ class Rules:
     #: From the global model, the devices' models and their samples to the next global model; None: `average`.
     aggregate: Callable[[State, Sequence[State], Sequence[int]], State] | None = None
 
-    def optimizer(self, module: nn.Module) -> torch.optim.SGD | None:
+    #: Makes another optimiser than SGD of parameters.
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+
+    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer | None:
         parameters = list(module.parameters())
+        if self.make is not None and parameters:
+            return self.make(parameters)
         settings = {"lr": self.learning_rate, "momentum": self.momentum, "weight_decay": self.weight_decay}
         return torch.optim.SGD(parameters, **settings) if parameters else None
 
@@ -104,7 +109,11 @@ def splitfed_v2(model: nn.Sequential, data: Data, split_point: int, rules: Rules
 
 
 def step(
-    model: nn.Module, optimizers: Sequence[torch.optim.SGD | None], batch: Batch, rules: Rules, start: Sequence[Tensor]
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer | None],
+    batch: Batch,
+    rules: Rules,
+    start: Sequence[Tensor],
 ) -> None:
     """One step of gradient descent on one whole batch; FedProx adds mu/2 |w - start|^2 to its loss."""
     inputs, labels = batch

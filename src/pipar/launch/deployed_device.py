@@ -72,6 +72,7 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     _check_form(workload, options.name)
     workload.observe = observe
     samples, model = workload.keep_only_shard(options.name), workload.checked_model(initial=False)
+    workload.optimizer().check(model)
     guard = device_guard(config, seed, cuts=allowed_cuts(workload, model), budget_file=budget_file)
     profile = without_sample_statistics(
         config, measured_profile(workload, model, observe, memory_bytes=spec.memory_bytes)

@@ -52,6 +52,7 @@ def job_without_devices(workload: Workload, observe: Observer) -> Job:
     workload.observe = observe
     model = workload.checked_model()
     _check_plans(config, len(model), workload.model_name)
+    workload.optimizer().check(model)
     limit = LeakageLimit.of(config, Subject.of(config, workload.model_name, workload.data_name, workload.input_shape))
     return Job(
         config=config,
