@@ -153,3 +153,10 @@ def test_bytes_are_classes_too() -> None:
     assert target_form(mask) == PIXELS
     assert ClassLoss().count(mask) == 4.0
     assert target_form(torch.tensor([1, 2], dtype=torch.int32)) == ONE_LABEL
+
+
+def test_random_targets_of_a_set_with_positions_that_do_not_count_are_classes() -> None:
+    task = Task(ClassLoss("next_token"), target_form(torch.tensor([[-100, 4]])), 5)
+    drawn = task.random(200, torch.Generator().manual_seed(0))
+    assert isinstance(drawn, torch.Tensor)
+    assert set(drawn.flatten().tolist()) <= set(range(5))

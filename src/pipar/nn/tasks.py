@@ -150,8 +150,16 @@ class Task:
         return self._possible(self.form.random(samples, self.dtype, generator))
 
     def _possible(self, targets: Targets) -> Targets:
-        """Return targets with numbers from 0 to 1, which every loss of floating-point numbers takes."""
-        return mapped(targets, lambda one: one.sigmoid() if one.is_floating_point() else one)
+        """Return targets with numbers from 0 to 1, which every loss of floating-point numbers takes, and with classes.
+
+        The numbers between that of positions that do not count, such as -100, and 0 are no classes.
+        """
+        least = 0 if isinstance(self.loss, ClassLoss) else None
+        return mapped(targets, lambda one: one.sigmoid() if one.is_floating_point() else _at_least(one, least))
+
+
+def _at_least(tensor: Tensor, least: int | None) -> Tensor:
+    return tensor if least is None or tensor.dtype == torch.bool else tensor.clamp(min=least)
 
 
 def classification(classes: int, loss: Loss | None = None) -> Task:
