@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from support.networks import Attention, Block, Branching, Encoder, Guarded, Recurrent, Residual, Tied, UNet, sentences
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from pipar.data.datasets import dataset_images
 from pipar.errors import ModelError
 from pipar.nn import line as line_module
 from pipar.nn.cut_check import differs, mixes_samples
+from pipar.nn.cut_listing import layer_cuts
 from pipar.nn.inputs import Inputs, call, tensors_of
+<<<<<<< HEAD
 from pipar.nn.line import Line, line_of, line_of_stages, whole_line
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.optimizers import sgd
@@ -24,6 +26,14 @@ from pipar.nn.shared_part import SharedServerPart
 from pipar.nn.split import join_states, named_layers, split_model
 from pipar.nn.tasks import classification
 from pipar.nn.traced import TracedNetwork
+=======
+from pipar.nn.line import Line, line_of, line_of_stages, thinned, whole_line
+from pipar.nn.models import build_model, uses_batch_statistics, uses_dropout
+from pipar.nn.parts import Optimizer
+from pipar.nn.shared_part import SharedServerPart
+from pipar.nn.split import join_states, named_layers, split_model
+from pipar.nn.traced import CutPoint, TracedNetwork
+>>>>>>> 27fb516b (Keep the cuts between blocks when cuts are thinned, and know the encodings of own networks)
 
 EXAMPLE = torch.zeros(2, 1, 4, 4, dtype=torch.float64)
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
@@ -303,6 +313,53 @@ def test_no_more_cuts_are_offered_than_can_be_measured() -> None:
 
     line = line_of(Deep().double(), EXAMPLE)
     assert 12 < len(line) <= line_module.MOST_CUTS + 1
+
+
+def place(after: int, size: int) -> CutPoint:
+    """Return a cut at which `size` values of a sample cross."""
+    graph = fx.Graph()
+    value = graph.placeholder("value")
+    value.meta["val"] = torch.empty(2, size)
+    return CutPoint(after, f"layer{after}", (value,))
+
+
+def test_of_cuts_with_the_same_work_before_them_the_one_with_the_fewest_bytes_is_offered() -> None:
+    points = [place(number, size) for number, size in enumerate([5, 3, 3, 4, 9, 1])]
+    assert [point.after for point in thinned(points, [1, 1, 1, 1, 2, 2])] == [2, 5]
+
+
+def test_cuts_inside_blocks_are_left_out_before_those_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors cross inside a block, and one between two blocks; the second half of the network is narrower."""
+    monkeypatch.setattr(line_module, "MOST_CUTS", 6)
+    sizes = [8, 16, 16, 8, 16, 16, 4, 8, 8, 4]
+    points = [place(number, size) for number, size in enumerate(sizes)]
+    assert [point.after for point in thinned(points, range(1, 11))] == [0, 3, 5, 6, 8, 9]
+    monkeypatch.setattr(line_module, "MOST_CUTS", 4)
+    assert [point.after for point in thinned(points, range(1, 11))] == [0, 3, 6, 9]
+
+
+class Wrapped(nn.Module):
+    """A network of pipar that is no nn.Sequential."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.layers = build_model(name, input_shape=(3, 32, 32), classes=10, norm="group")
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.layers(images)
+        return logits
+
+
+@pytest.mark.parametrize("name", ["vgg5", "resnet18", "mobilenetv3_small"])
+def test_cuts_of_a_wrapped_sequence_include_those_after_its_children(name: str) -> None:
+    """`benchmarks.automatic_cuts` compares all networks of the paper."""
+    network, example = Wrapped(name), torch.zeros(2, 3, 32, 32)
+    cuts = line_of(network, example).cuts
+    assert cuts is not None
+    found = {cut.after: cut.size_bytes for cut in cuts.cuts}
+    wanted = layer_cuts(dict(network.layers.named_children()), example, "children").cuts
+    assert len(wanted) >= 4
+    assert {f"layers.{cut.after}": cut.size_bytes for cut in wanted}.items() <= found.items()
 
 
 def test_a_line_in_another_dtype_has_its_buffers_there_too() -> None:

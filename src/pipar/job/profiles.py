@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipar.config import Config, OptimizerSection, TaskSection
 from pipar.config_file import config_from
@@ -23,10 +24,13 @@ from pipar.profiling.memory import largest_prefix
 from pipar.profiling.operation_counts import (
     Counts,
     LayerCount,
+    Shares,
     known_changes_share,
     known_counts,
+    known_shares,
     network_sizes,
     rectified_at,
+    with_shares,
 )
 from pipar.profiling.profile import LayerProfile, Profile
 
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
 
 #: Progress of a measurement when all layers are measured.
 _LAYERS_SHARE = 0.9
+#: Enough to fill the chunks that are encoded at most cuts.
+_SAMPLES_FOR_SHARES = 10
 
 
 class NetworkProfiles:
@@ -211,8 +217,6 @@ def measured_profile(
     if kept is not None:
         return kept
     known = _known_counts(workload)
-    shard = workload.shard(workload.names[0])
-    positions = shard.order(1)
     observe(Preparing(_measuring(0.0), 0.0))  # the first pass of each batch size warms up without reporting progress
     profile = measure_profile(
         model,
@@ -221,7 +225,7 @@ def measured_profile(
         training=workload.task,
         batch_size=config.run.batch_size,
         dtype=workload.dtype,
-        load=lambda count: shard.batch(1, positions[:count].repeat(-(-count // len(positions)))[:count]),
+        load=_loader(workload),
         progress=lambda share: observe(Preparing(_measuring(share), share)),
         budget_s=budget_s,
         memory_bytes=memory_bytes,
@@ -233,6 +237,13 @@ def measured_profile(
     elif memory_bytes is not None:  # without a given limit, memory was short only for now: not cached
         keep_profile(_cut_key(key, memory_bytes), profile)
     return profile
+
+
+def _loader(workload: Workload) -> Callable[[int], tuple[Any, Any]]:
+    """Return a function that loads a number of samples of the first device, some of them repeatedly if it has fewer."""
+    shard = workload.shard(workload.names[0])
+    positions = shard.order(1)
+    return lambda count: shard.batch(1, positions[:count].repeat(-(-count // len(positions)))[:count])
 
 
 def _measuring(share: float) -> str:
@@ -269,9 +280,34 @@ def count_network(workload: Workload, model: nn.Sequential) -> Counts:
     from pipar.profiling.operation_counter import count_layers
 
     if known is None:
-        return rectified_at(count_layers(model, form, run=True, task=workload.task), rectified_cuts(model, form))
+        counts = rectified_at(count_layers(model, form, run=True, task=workload.task), rectified_cuts(model, form))
+        named = workload.config.model
+        is_named = workload.model_name == named.name
+        return with_shares(
+            counts, known_shares(named.name, named.norm) if is_named else _shares(counts, workload, model)
+        )
     counted = zip(count_layers(model, form, run=True, task=workload.task), known, strict=True)
     return tuple(replace(layer, rectified=of.rectified, shares=of.shares) for layer, of in counted)
+
+
+def _shares(counts: Counts, workload: Workload, model: nn.Sequential) -> list[Shares]:
+    """Return the share of bytes that each exact encoding leaves at each cut, for samples of the first device.
+
+    It depends on the values and not on the machine, so it is found here for every machine. Of lossy encodings it
+    hardly depends on the values.
+    """
+    import torch
+
+    from pipar.profiling.coding_costs import run_through
+    from pipar.profiling.measurement_task import Batch
+    from pipar.wire.encodings import EXACT
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # of dropout
+        batch = Batch(*_loader(workload)(_SAMPLES_FOR_SHARES), workload.task)
+        crossings = run_through(copy.deepcopy(model).train(), batch, with_loss=True)
+    measured = [name for name in EXACT if name != "raw"]
+    return [at.shares(rectified=one.rectified, names=measured) for at, one in zip(crossings, counts, strict=False)]
 
 
 def _known_counts(workload: Workload) -> Counts | None:

@@ -7,6 +7,7 @@ which hide everything before it.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Protocol
@@ -20,6 +21,8 @@ from pipar.nn.inputs import Inputs, call, drawn_like, in_dtype, mapped, tensors_
 _COUNTS = (2, 3, 1)
 #: The change of a weight, relative to the size of its tensor, and at least.
 _STIRRED, _LEAST_STIRRED = 0.1, 0.02
+#: The changes of a weight repeat after this many values: a prime number, so that they differ from row to row.
+_DRAWN = 10_007
 #: The largest differences by dtype: relative to the tensor itself, and to all tensors together.
 _TOLERANCES = {torch.float64: (1e-9, 1e-12)}
 _LARGE_TOLERANCES = (1e-4, 1e-6)
@@ -92,13 +95,19 @@ def _equal(one: Tensor, other: Tensor, scale: float) -> bool:
     if not one.numel() or not one.is_floating_point():
         return torch.equal(one, other)
     relative, absolute = _TOLERANCES.get(one.dtype, _LARGE_TOLERANCES)
-    if not torch.equal(one.isfinite(), other.isfinite()):
-        return False
+    largest = float((one - other).abs().max())
+    if math.isfinite(largest):
+        return largest <= relative * float(one.abs().max()) + absolute * scale
+    return _equal_where_finite(one, other, scale)
+
+
+def _equal_where_finite(one: Tensor, other: Tensor, scale: float) -> bool:
+    """Return whether tensors with infinite values, or with values that are no numbers, have them at the same places."""
     finite = one.isfinite()
-    most = relative * float(one[finite].abs().max()) + absolute * scale if finite.any() else 0.0
-    return bool(torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num())) and bool(
-        ((one[finite] - other[finite]).abs() <= most).all()
-    )
+    if not torch.equal(finite, other.isfinite()):
+        return False
+    same = torch.equal(one[~finite].nan_to_num(), other[~finite].nan_to_num())
+    return same and _equal(one[finite], other[finite], scale)
 
 
 def mixes_samples(network: nn.Module, example: Inputs) -> bool:
@@ -136,11 +145,17 @@ def _stir(weights: Mapping[str, Tensor]) -> None:
     """Change weights a little, always in the same way."""
     for name in sorted(weights):
         weight = weights[name]
-        generator = torch.Generator().manual_seed(sum(name.encode()))
-        noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-        size = _STIRRED * float(weight.double().pow(2).mean().sqrt()) if weight.numel() else 0.0
-        if weight.is_floating_point():
-            weight += (noise * max(size, _LEAST_STIRRED)).to(weight.dtype)
+        if weight.is_floating_point() and weight.numel():
+            size = _STIRRED * float(torch.linalg.vector_norm(weight)) / math.sqrt(weight.numel())
+            weight += _noise(name, weight) * max(size, _LEAST_STIRRED)
+
+
+def _noise(name: str, weight: Tensor) -> Tensor:
+    """Return random numbers in the shape of a weight, which depend on its name only."""
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    drawn = torch.randn(min(weight.numel(), _DRAWN), generator=generator, dtype=torch.float64).to(weight.dtype)
+    repeated = drawn.repeat(-(-weight.numel() // drawn.numel()))
+    return repeated[: weight.numel()].reshape(weight.shape)
 
 
 def _whole_step(whole: nn.Module, example: Inputs, count: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -199,6 +214,7 @@ def _pass(stages: Sequence[nn.Module], inputs: Inputs) -> Tensor:
     end.grad = torch.linspace(-1, 1, end.numel(), dtype=end.dtype).reshape(end.shape)
     for outputs, crossed in reversed(passed):
         known = [(one, other.grad) for one, other in zip(outputs, crossed, strict=True) if other.grad is not None]
-        if known and any(one.requires_grad for one, _ in known):
-            torch.autograd.backward([one for one, _ in known], [gradient for _, gradient in known])
+        if trained := [pair for pair in known if pair[0].requires_grad]:
+            # Of one number: with given gradients, torch imports sympy, which takes longer than the step.
+            torch.autograd.backward(sum((one * gradient).sum() for one, gradient in trained))
     return output

@@ -15,7 +15,7 @@ from pipar.nn.cut_list import Crossing, Cut, CutList, NotOffered, Source
 from pipar.nn.inputs import Inputs, call, mapped
 from pipar.nn.traced import CutPoint, TracedNetwork
 
-_MORE_BYTES = "not better than a neighbour with about the same work before it, at which no more bytes cross"
+_MORE_BYTES = "not better than its neighbours, with about the same work before them and no more bytes"
 _DIFFERS = "a step through it differs from that of the uncut network"
 
 
@@ -61,7 +61,7 @@ def _thinning(usable: int, offered: int, works: int) -> str:
         return ""
     rule = "of those with the same work before them, the one at which the fewest bytes cross"
     if works > offered:
-        rule = f"the one at which the fewest bytes cross in each of {offered} parts of the work"
+        rule = f"{rule}; of these the {offered} best by bytes and work"
     return f"{offered} of {usable} usable places are offered: {rule}."
 
 

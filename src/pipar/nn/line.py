@@ -23,7 +23,7 @@ from pipar.wire.frames import MAX_WORDS
 #: Is told what is done now, and the share that is done.
 Progress = Callable[[str, float], None]
 #: More cuts than this are not worth the time that it takes to measure each of them.
-MOST_CUTS = 24
+MOST_CUTS = 40
 
 
 class Stage(nn.Module):
@@ -210,12 +210,21 @@ def line_of_stages(stages: Mapping[str, nn.Module], network: nn.Module) -> Line:
 def thinned(points: Sequence[CutPoint], operations: Sequence[int]) -> list[CutPoint]:
     """Return the cuts that can be best: of those with the same work before them, the one with the fewest bytes.
 
-    If that leaves more than `MOST_CUTS`, the work is divided into as many equal shares.
+    If that leaves more than `MOST_CUTS`, cuts at which as many bytes cross as at both neighbours, or more, are left out
+    first, such as those inside residual blocks; among these, the ones with the least work between their neighbours. The
+    first cut and the last one stay: no others leave as little to the device and to the server.
     """
-    best = _least(points, lambda point: operations[point.after])
-    if len(best) <= MOST_CUTS:
-        return best
-    return _least(best, lambda point: operations[point.after] * MOST_CUTS // (operations[-1] + 1))
+    kept = _least(points, lambda point: operations[point.after])
+    while len(kept) > MOST_CUTS:
+        del kept[min(range(1, len(kept) - 1), key=lambda place: _loss_without(place, kept, operations))]
+    return kept
+
+
+def _loss_without(place: int, points: Sequence[CutPoint], operations: Sequence[int]) -> tuple[bool, int]:
+    """Return what is lost without a cut: whether a neighbour has more bytes, and the work between the neighbours."""
+    before, after = points[place - 1], points[place + 1]
+    has_most_bytes = points[place].row_bytes >= max(before.row_bytes, after.row_bytes)
+    return not has_most_bytes, operations[after.after] - operations[before.after]
 
 
 def _least(points: Sequence[CutPoint], work: Callable[[CutPoint], int]) -> list[CutPoint]:

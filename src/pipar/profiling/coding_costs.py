@@ -79,9 +79,9 @@ class Crossing:
         both = [one for one in self.tensors if one.up and one.down]
         return max(both, key=lambda one: one.size_bytes, default=None)
 
-    def shares(self, *, rectified: bool) -> dict[str, tuple[float, float]]:
+    def shares(self, *, rectified: bool, names: Sequence[str] = encodings.CODED) -> dict[str, tuple[float, float]]:
         """Return the share of bytes that each encoding leaves, up and down; sparse ones only at cuts after a ReLU."""
-        allowed = [name for name in encodings.CODED if rectified or not encodings.is_sparse(name)]
+        allowed = [name for name in names if rectified or not encodings.is_sparse(name)]
         back = [one for one in self.tensors if one.down]
         if not back:
             return {}

@@ -19,6 +19,8 @@ from pipar.profiling.profile import item_bytes
 
 #: Networks are counted with these two numbers of classes; counts for all others lie on the line between them.
 FEW_CLASSES, MANY_CLASSES = 2, 1002
+#: By encoding: the share of bytes that it leaves of the activations and of the gradients at a cut.
+Shares = Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class LayerCount:
     forward: PassCount
     backward: PassCount
     rectified: bool = False  # the network, cut after this layer, ends in a ReLU
-    shares: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)  # as LayerProfile has them
+    shares: Shares = field(default_factory=dict, hash=False)  # as LayerProfile has them
     frozen: int = 0  # elements of parameters that are not trained
     trained: bool = True  # a parameter is
     tensors: tuple[CountedTensor, ...] = ()  # that cross after this layer, if there are several
@@ -102,6 +104,12 @@ def rectified_at(counts: Counts, split_points: Collection[int]) -> Counts:
     return tuple(replace(layer, rectified=p in split_points) for p, layer in enumerate(counts, start=1))
 
 
+def with_shares(counts: Counts, at_cuts: Sequence[Shares]) -> Counts:
+    """Return the counts with what encodings leave after each of the first layers."""
+    known = (replace(layer, shares=shares) for layer, shares in zip(counts, at_cuts, strict=False))
+    return (*known, *counts[len(at_cuts) :])
+
+
 def network_sizes(counts: Counts, model: str, dtype: str) -> NetworkSizes:
     """Return the sizes that a profile of this network must have."""
     return NetworkSizes(
@@ -131,10 +139,13 @@ def known_counts(model: str, norm: str, input_shape: Sequence[int], classes: int
     entry = _file("networks.json").get(counts_key(model, norm, input_shape))
     if entry is None:
         return None
-    counts, cuts = _read(entry, classes), _file("shares.json").get(shares_key(model, norm), [])
-    at_cuts = [{name: (up, down) for name, (up, down) in cut.items()} for cut in cuts]
-    known = (replace(layer, shares=shares) for layer, shares in zip(counts, at_cuts, strict=False))
-    return (*known, *counts[len(at_cuts) :])
+    return with_shares(_read(entry, classes), known_shares(model, norm))
+
+
+def known_shares(model: str, norm: str) -> list[Shares]:
+    """Return what encodings leave at each cut of a known network, for images of any shape; empty for any other."""
+    cuts = _file("shares.json").get(shares_key(model, norm), [])
+    return [{name: (up, down) for name, (up, down) in cut.items()} for cut in cuts]
 
 
 def known_changes_share(model: str, norm: str, dtype: str) -> float:
