@@ -37,6 +37,14 @@ class Reading(Residual):
         total = x.sum().item()
         return super().forward(x) * total
 
+class Selecting(Residual):
+    def forward(self, x):
+        features = self.pool(self.stem(x)).flatten(1)
+        found = torch.nonzero(features.detach() > 0)
+        places = (found[:, 0], found[:, 1])
+        kept = torch.zeros_like(features).index_put(places, torch.tanh(features[places]))
+        return self.head(kept.reshape(x.shape[0], 4, -1).mean(2))
+
 def on_meta():
     with torch.device("meta"):
         return Residual()
@@ -98,6 +106,14 @@ def test_a_number_that_depends_on_the_data_cannot_cross(capsys: pytest.CaptureFi
     listed = json.loads(printed)
     assert listed["cuts"] == []
     assert any("is a number that depends on the data" in one["reason"] for one in listed["not_offered"])
+
+
+def test_a_shape_that_depends_on_the_data_cannot_cross(capsys: pytest.CaptureFixture[str]) -> None:
+    _, printed, _ = typed(capsys, "cuts", "--json", network="Selecting")
+    listed = json.loads(printed)
+    assert [cut["after"] for cut in listed["cuts"]] != []
+    assert any("the shape of nonzero" in one["reason"] for one in listed["not_offered"])
+    assert any("depends on the data" in one["reason"] for one in listed["not_offered"])
 
 
 def test_only_named_cuts_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

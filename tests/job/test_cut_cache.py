@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,6 +274,28 @@ def test_the_text_of_a_network_says_which_module_has_a_hook(factors: tuple[float
 def test_the_text_of_a_network_names_functions_of_torch() -> None:
     one, other = Scaled(), Scaled()
     one.act, other.act = torch.relu, torch.tanh
+    assert network_text(one) != network_text(other)
+
+
+LOGGER = logging.getLogger("a network's own")
+
+
+class Logged(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        LOGGER.debug("forward of %s", x.shape)
+        return super().forward(x)
+
+
+def test_the_text_of_a_network_does_not_depend_on_what_else_a_process_logs() -> None:
+    before = network_text(Logged())
+    logging.getLogger("of another library")
+    assert network_text(Logged()) == before
+    assert len(before) < 500
+
+
+def test_the_text_of_a_network_has_the_attributes_of_its_settings() -> None:
+    one, other = Scaled(), Scaled()
+    one.settings, other.settings = types.SimpleNamespace(scale=1.0), types.SimpleNamespace(scale=2.0)
     assert network_text(one) != network_text(other)
 
 

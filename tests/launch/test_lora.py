@@ -56,3 +56,18 @@ def test_only_adapters_and_the_head_are_sent_after_the_first_model() -> None:
     names = 1_000  # of tensors, in the header of each model, and control messages
     for epoch in trained.epochs:
         assert 2 * adapters < epoch.bytes_down < 2 * (adapters + names) < every
+
+
+def test_adapters_that_peft_makes_train_the_weights_of_plain_torch() -> None:
+    peft = pytest.importorskip("peft", exc_type=ImportError)
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        adapters = peft.LoraConfig(r=2, target_modules=["query", "value"], modules_to_save=["head"])
+        model: nn.Module = peft.get_peft_model(Attention(), adapters)
+        return model.double()
+
+    case = Case("pipar", (2,), (3,), sizes=(23, 7))
+    expected = reference.train("fl", made(), reference_data(case.workload(made())), 0, case.rules())
+    trained = train_in_virtual_time(case, made())
+    assert largest_error(trained.state, expected) < EXACT

@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
+import sys
+import sysconfig
 import types
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _EVERY_MODULE = frozenset(vars(nn.Module()))
 #: Their version is part of what a cache depends on.
 _LIBRARIES = ("torch", "numpy", "builtins")
+#: Objects of these modules know of the whole process, such as all loggers, and change nothing that a network computes.
+_OF_THE_PROCESS = ("logging", "threading")
+_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 def network_text(network: nn.Module) -> list[str]:
@@ -166,7 +171,7 @@ class _Code:
 
     def _add_object(self, name: str, value: object) -> None:
         """Add the class and the attributes of an object, such as a configuration."""
-        if not _is_of_library(type(value)) and not self._was_seen(value):
+        if _top(type(value).__module__) not in (*_LIBRARIES, *_OF_THE_PROCESS) and not self._was_seen(value):
             self._add(type(value))
             for key, one in getattr(value, "__dict__", {}).items():
                 self._add_value(f"{name}.{key}", one)
@@ -188,5 +193,22 @@ def _in_order(constant: object) -> object:
 
 
 def _is_of_library(value: object) -> bool:
-    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    return str(name).partition(".")[0] in _LIBRARIES
+    """Return True for what comes with torch, numpy or Python, whose versions are part of what a cache depends on."""
+    if isinstance(value, partial):
+        return False
+    name = str(value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None))
+    return _top(name) in _LIBRARIES or _is_standard(name)
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+@cache
+def _is_standard(name: str) -> bool:
+    """Return True for a module of Python's standard library, by its place: a user's module may have the same name."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return name in sys.builtin_module_names
+    inside = Path(file).relative_to(_STANDARD_LIBRARY).parts if Path(file).is_relative_to(_STANDARD_LIBRARY) else ()
+    return bool(inside) and inside[0] not in ("site-packages", "dist-packages")

@@ -200,10 +200,10 @@ class TracedNetwork:
             return f"{value} is a number that depends on the data"
         if not isinstance(tensor, Tensor):
             return f"{value} is no tensor"
-        if not tensor.shape or not self._is_batch(tensor.shape[0]):
-            return f"{value} of shape {_shape_text(tensor)} has no row for each sample"
-        if not all(isinstance(size, int) for size in tensor.shape[1:]):
+        if not all(isinstance(size, int) or self._is_batch(size) for size in tensor.shape):
             return f"the shape of {value}, {_shape_text(tensor)}, depends on the data"
+        if not tensor.shape or not self._is_batch(tensor.shape[0]) or any(map(self._is_batch, tensor.shape[1:])):
+            return f"{value} of shape {_shape_text(tensor)} has no row for each sample"
         return None
 
     def _module_before(self, after: int) -> str:
