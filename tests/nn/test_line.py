@@ -18,22 +18,13 @@ from pipar.nn import line as line_module
 from pipar.nn.cut_check import differs, mixes_samples
 from pipar.nn.cut_listing import layer_cuts
 from pipar.nn.inputs import Inputs, call, tensors_of
-<<<<<<< HEAD
-from pipar.nn.line import Line, line_of, line_of_stages, whole_line
-from pipar.nn.models import uses_batch_statistics, uses_dropout
+from pipar.nn.line import Line, line_of, line_of_stages, thinned, whole_line
+from pipar.nn.models import build_model, uses_batch_statistics, uses_dropout
 from pipar.nn.optimizers import sgd
 from pipar.nn.shared_part import SharedServerPart
 from pipar.nn.split import join_states, named_layers, split_model
 from pipar.nn.tasks import classification
-from pipar.nn.traced import TracedNetwork
-=======
-from pipar.nn.line import Line, line_of, line_of_stages, thinned, whole_line
-from pipar.nn.models import build_model, uses_batch_statistics, uses_dropout
-from pipar.nn.parts import Optimizer
-from pipar.nn.shared_part import SharedServerPart
-from pipar.nn.split import join_states, named_layers, split_model
 from pipar.nn.traced import CutPoint, TracedNetwork
->>>>>>> 27fb516b (Keep the cuts between blocks when cuts are thinned, and know the encodings of own networks)
 
 EXAMPLE = torch.zeros(2, 1, 4, 4, dtype=torch.float64)
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

@@ -215,6 +215,6 @@ def _pass(stages: Sequence[nn.Module], inputs: Inputs) -> Tensor:
     for outputs, crossed in reversed(passed):
         known = [(one, other.grad) for one, other in zip(outputs, crossed, strict=True) if other.grad is not None]
         if trained := [pair for pair in known if pair[0].requires_grad]:
-            # Of one number: with given gradients, torch imports sympy, which takes longer than the step.
-            torch.autograd.backward(sum((one * gradient).sum() for one, gradient in trained))
+            # Of single numbers: with given gradients, torch imports sympy, which takes longer than the step.
+            torch.autograd.backward([(one * gradient).sum() for one, gradient in trained])
     return output
