@@ -293,6 +293,21 @@ def test_the_text_of_a_network_does_not_depend_on_what_else_a_process_logs() -> 
     assert len(before) < 500
 
 
+@pytest.mark.parametrize("folder", ["site-packages", "own"])
+def test_the_text_of_a_network_has_the_constants_of_own_code_but_not_of_packages(folder: str, tmp_path: Path) -> None:
+    place = tmp_path / folder / "sessions.py"
+    place.parent.mkdir()
+    place.write_text("def named(x):\n    return x, SESSION\n", "utf-8")
+    texts = []
+    for session in ("one", "other"):
+        names: dict[str, Any] = {"__name__": "sessions", "SESSION": session}
+        exec(compile(place.read_text("utf-8"), str(place), "exec"), names)
+        network = Scaled()
+        network.hook = names["named"]
+        texts.append(network_text(network))
+    assert (texts[0] == texts[1]) == (folder == "site-packages")
+
+
 def test_the_text_of_a_network_has_the_attributes_of_its_settings() -> None:
     one, other = Scaled(), Scaled()
     one.settings, other.settings = types.SimpleNamespace(scale=1.0), types.SimpleNamespace(scale=2.0)

@@ -125,8 +125,10 @@ class _Code:
             if cell != types.CellType():  # of a name that has no value yet
                 self._add_value(function.__qualname__, cell.cell_contents)
         for name in sorted(self._add_code(function.__code__)):
-            if name in function.__globals__:
-                self._add_value(name, function.__globals__[name])
+            value = function.__globals__.get(name)
+            # A constant of a package is in its file, unless it is drawn at every start, as the number of a session is.
+            if name in function.__globals__ and not (_is_installed(function) and isinstance(value, _PLAIN)):
+                self._add_value(name, value)
 
     def _add_code(self, code: types.CodeType) -> set[str]:
         """Add the instructions of a function and of those inside it; return the names that they use."""
@@ -198,6 +200,10 @@ def _is_of_library(value: object) -> bool:
         return False
     name = str(value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None))
     return _top(name) in _LIBRARIES or _is_standard(name)
+
+
+def _is_installed(function: types.FunctionType) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(function.__code__.co_filename).parts)
 
 
 def _top(name: str) -> str:
