@@ -54,6 +54,15 @@ def _plan_number(value: Any) -> Any:
     return value
 
 
+def _drawn(value: Any) -> Any:
+    """Return "all", a number of devices, or a share of them."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    is_share = isinstance(value, float) and 0 < value <= 1
+    if value != "all" and not is_count and not is_share:
+        raise ValueError("is not allowed: give 'all', a number of devices from 1 on, or a share above 0 and up to 1.0")
+    return value
+
+
 def _shape(value: Any) -> Any:
     sides = list(value) if isinstance(value, list | tuple) else []
     if not sides or not all(isinstance(side, int) and not isinstance(side, bool) and side >= 1 for side in sides):
@@ -234,6 +243,7 @@ class RunSection(_Section):
     method: Literal["pipar", "fl", "sl", "sfl", "sfl2"] = "pipar"
     epochs: Positive = 5
     local_epochs: LocalEpochs = 1  # passes over its samples before a device returns its part
+    devices_per_round: Annotated[int | float | Literal["all"], BeforeValidator(_drawn)] = "all"  # or a share up to 1
     batch_size: UpToAMillion = 100
     seed: NotNegative = 0
     patience: Positive | None = None
@@ -633,11 +643,43 @@ class Config(_Section):
         return self
 
     @model_validator(mode="after")
+    def _enough_are_drawn(self) -> Config:
+        given, devices, least = self.run.devices_per_round, self.device_count, self.server.min_devices
+        if given == "all":
+            return self
+        if given > devices:
+            raise ValueError(
+                f"run.devices_per_round = {given}, but [[devices]] has only {devices}: give a smaller number, or 'all'"
+            )
+        drawn = self.drawn_count
+        if least is not None and drawn < least:
+            raise ValueError(
+                f"run.devices_per_round = {given} draws {drawn} of {devices} devices, fewer than server.min_devices = "
+                f"{least}: draw more, or lower server.min_devices"
+            )
+        if self.optimizer.state_at_aggregation == "keep":
+            raise ValueError(
+                "optimizer.state_at_aggregation = 'keep' cannot be combined with run.devices_per_round: the server "
+                "keeps nothing of devices that are not drawn. Write 'reset', or draw 'all'"
+            )
+        return self
+
+    @property
+    def device_count(self) -> int:
+        """The number of devices in [[devices]]."""
+        return sum(group.count for group in self.devices)
+
+    @property
+    def drawn_count(self) -> int:
+        """The number of these that take part in a round, if all are present."""
+        return drawn_devices(self.run.devices_per_round, self.device_count)
+
+    @model_validator(mode="after")
     def _aggregator_fits(self) -> Config:
         server = self.server
         parameters = all_parameters(server.aggregator, server.aggregation)
         check_method(server.aggregator, METHODS[self.run.method])
-        check_devices(server.aggregator, parameters, sum(group.count for group in self.devices))
+        check_devices(server.aggregator, parameters, self.drawn_count)
         return self
 
 
@@ -649,6 +691,22 @@ def hints(config: Config) -> list[str]:
         "optimizer.momentum_at_aggregation is now optimizer.state_at_aggregation, for all optimisers; the former name "
         "is still accepted."
     ]
+
+
+def draws_devices(given: int | float | Literal["all"]) -> bool:
+    """Return whether some devices may not take part in a round; the number 1 is one device, 1.0 is all of them."""
+    return given != "all" and not (isinstance(given, float) and given == 1.0)
+
+
+def drawn_devices(given: int | float | Literal["all"], present: int, least: int = 1) -> int:
+    """Return how many of the present devices take part in a round: all, a number, or a share rounded to the nearest.
+
+    There are `least` at the least, if as many are present.
+    """
+    if given == "all":
+        return present
+    wanted = given if isinstance(given, int) else int(given * present + 0.5)
+    return min(present, max(1, least, wanted))
 
 
 def validated_keys(config: Config) -> dict[str, Any]:

@@ -233,6 +233,16 @@ class EquivalenceChanged:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """These of the devices that are present take part in a round; the others are idle until they are drawn."""
+
+    epoch: int
+    devices: tuple[str, ...]
+    present: int
+    counts: dict[str, int] = field(default_factory=dict)  # what the next draw depends on, by device
+
+
+@dataclass(frozen=True)
 class RoundRestarted:
     """No device counts in a round: the model of the previous round is restored, and the round is trained again."""
 
@@ -449,6 +459,7 @@ Event = (
     | Waiting
     | TimeoutsChosen
     | RoundOver
+    | Drawn
     | EquivalenceChanged
     | RoundRestarted
     | BudgetSpent

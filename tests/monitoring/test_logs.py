@@ -20,6 +20,7 @@ from pipar.events import (
     BudgetSpent,
     Connected,
     Connecting,
+    Drawn,
     Dropped,
     EndedByCallback,
     EpochResult,
@@ -134,6 +135,7 @@ SAID: list[tuple[Event, str]] = [
         "pi-3",
     ),
     (
+        Drawn(7, ("pi-1", "pi-2"), 5, {"pi-1": 3, "pi-2": 3}),
         RoundRestarted(7, 60.0),
         "warning: round 7 restarts with a deadline of 60 s: no device finished it, and the model is unchanged",
     ),

@@ -59,6 +59,7 @@ class Case:
     dtype: str = "float64"
     epochs: int = 2
     local_epochs: int = 1
+    devices_per_round: int | float | str = "all"
     seed: int = 0
     augment: bool = False
     weight_decay: float = 0.0
@@ -88,6 +89,7 @@ class Case:
                 "method": self.method,
                 "epochs": self.epochs,
                 "local_epochs": self.local_epochs,
+                "devices_per_round": self.devices_per_round,
                 "batch_size": self.batch_size,
                 "seed": self.seed,
                 "trace": "full",

@@ -12,6 +12,7 @@ from pipar.errors import one_line
 from pipar.events import (
     Away,
     Back,
+    Drawn,
     Dropped,
     Event,
     Failed,
@@ -46,7 +47,7 @@ _LONGEST_LINE = 400
 _LOSSES = 120
 
 #: The states of a device, the most serious first.
-DEVICE_STATES = ("lost", "away", "silent", "back", "expected", "joined", "training", "left")
+DEVICE_STATES = ("lost", "away", "silent", "back", "expected", "joined", "training", "idle", "left")
 
 
 @dataclass
@@ -188,6 +189,8 @@ class LiveState:
                 self._row(event.device, at).note = f"excluded from round {event.epoch}: {one_line(event.reason)}"
             case RoundOver():
                 self._all_present_train(at)
+            case Drawn():
+                self._drawn_train(set(event.devices), at)
             case Replanned():
                 for name, plan in event.plans.items():
                     self._row(name, at).plan = str(Plan(**plan))
@@ -197,6 +200,13 @@ class LiveState:
         for row in self._rows.values():
             if row.state in ("joined", "back"):
                 row.become("training", at)
+
+    def _drawn_train(self, drawn: set[str], at: float) -> None:
+        """Mark the devices that are drawn for a round, and those that are idle until they are."""
+        for name, row in self._rows.items():
+            state = "training" if name in drawn else "idle"
+            if row.state in ("joined", "back", "training", "idle") and row.state != state:
+                row.become(state, at)
 
     def _row(self, name: str, at: float) -> DeviceRow:
         return self._rows.setdefault(name, DeviceRow("expected", at))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pipar.config import Config, DeviceSpec, device_names
+from pipar.config import Config, DeviceSpec, device_names, drawn_devices, draws_devices
 from pipar.execution.schedule import count_batches, count_pieces, cut_batch
 from pipar.execution.spans import SERVER
 from pipar.job.equivalence import EquivalenceFacts, equivalence_reasons
@@ -51,6 +51,7 @@ class Bounds:
 
     device_s: Mapping[str, float]
     server_s: float
+    served_s: Mapping[str, float] = field(default_factory=dict)  # of the server's, by device
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,11 @@ class Job:
         """Return the privacy limits of one device on this machine; its noise depends on the seed of the run."""
         noise = self.update_noise
         return PrivacyGuard(self.config.run.seed, PrivacyLimits(budget=math.inf if noise is None else noise.budget))
+
+    @property
+    def draws(self) -> bool:
+        """Whether only some of the devices take part in a round."""
+        return draws_devices(self.config.run.devices_per_round)
 
     @property
     def keep_state(self) -> bool:
@@ -227,6 +233,8 @@ class Job:
             cache_bytes=config.server.activation_cache,
             exchanges_norms=config.optimizer.clips_across,
             local_epochs=config.run.local_epochs,
+            per_round=drawn_devices(config.run.devices_per_round, len(members)) if self.draws else None,
+            whole_models=self.draws,
             recalled=1.0 - 1.0 / config.run.epochs if self.steady_layers else 0.0,  # the mean over all epochs
             targets=self.target_size,
         )
@@ -248,12 +256,13 @@ class Job:
         """Return the profiled compute times of one epoch."""
         server = self.server_costs()
         costs = shared_costs()
-        device_s, server_s = {}, 0.0
+        device_s, served_s, server_s = {}, {}, 0.0
         for spec in self.specs:
             plan, size = self.plans[spec.name], self.sizes[spec.name]
             device_s[spec.name] = self._compute_s(costs(self.device_profiles[spec.name], spec.speed), plan, size, False)
-            server_s += self._compute_s(server, plan, size, True)
-        return Bounds(device_s, server_s)
+            served_s[spec.name] = self._compute_s(server, plan, size, True)
+            server_s += served_s[spec.name]
+        return Bounds(device_s, server_s, served_s)
 
     def piece_sizes(self, plan: Plan) -> set[int]:
         """Return the sizes of the micro-batches of a full batch."""

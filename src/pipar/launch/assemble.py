@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from pipar.server.interfaces import (
 )
 from pipar.server.patience import ChosenTimeouts
 from pipar.server.program import Server
+from pipar.server.sampling import Draw
 from pipar.server.session import fault
 from pipar.server.timeouts import SLOWEST_BPS, Forecast
 from pipar.transport.channel import Channel
@@ -67,6 +68,7 @@ class ServerSetup:
     best: ModelKeeper | None = None  # keeps the best global model
     accountant: PrivacyAccountant | None = None  # with what the devices have spent of their privacy budgets before
     should_stop: Callable[[], bool] = lambda: False  # whether the caller wants no further round
+    drawn: Mapping[str, int] = field(default_factory=dict)  # rounds before, by device, if devices are drawn
     done: Sequence[float | None] = ()  # the validation losses of the epochs that were trained before
 
 
@@ -134,6 +136,7 @@ class _ServerBuilder:
             method=job.method,
             epochs=config.run.epochs,
             local_epochs=config.run.local_epochs,
+            draw=Draw(config.run.devices_per_round, config.run.seed, self._setup.drawn),
             patience=config.run.patience,
             plans=job.plans,
             min_devices=config.server.min_devices or len(job.specs) or most_devices(config),

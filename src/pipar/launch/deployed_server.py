@@ -357,6 +357,7 @@ class _ServerProgram:
                 accountant=folder.accountant,
                 done=run.val_losses,
                 best=folder.best,
+                drawn=folder.drawn,
             ),
         )
 

@@ -13,6 +13,7 @@ from pipar.events import (
     BudgetSpent,
     Connected,
     Connecting,
+    Drawn,
     Dropped,
     EndedByCallback,
     EpochResult,
@@ -58,6 +59,8 @@ from pipar.wording import equivalence, equivalence_text
 
 #: Devices whose spent epsilon is listed in the line of a round, if they differ.
 _MOST_EPSILONS = 8
+#: Devices whose names are listed in a line.
+_MOST_NAMES = 10
 
 
 class EventDescriber:
@@ -97,6 +100,10 @@ class EventDescriber:
                 samples = _count(sum(event.counted.values()), "sample")
                 devices = _count(len(event.counted), "device")
                 return f"round {event.epoch} finished: {devices}, {samples}{_epsilons(event.epsilon)}{_partly(event)}"
+            case Drawn():
+                names = ", ".join(event.devices[:_MOST_NAMES]) + (", ..." if len(event.devices) > _MOST_NAMES else "")
+                drawn, present = len(event.devices), _count(event.present, "device")
+                return f"round {event.epoch}: {drawn} of {present} drawn ({names}); the others are idle"
             case RoundRestarted():
                 deadline = "" if event.deadline_s is None else f" with a deadline of {event.deadline_s:g} s"
                 return f"round {event.epoch} restarts{deadline}: no device finished it, and the model is unchanged"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from pipar.events import EpochResult, Event, Joined, Progress, RoundOver, Started
+from pipar.events import Drawn, EpochResult, Event, Joined, Progress, RoundOver, Started
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, SERVER, UPLINK
 
 #: Reports of one owner over which the utilisation of its lanes is averaged.
@@ -31,6 +31,7 @@ class TrainingProgress:
         self.last: EpochResult | None = None
         self.loss: float | None = None  # of the latest batch that any device reported
         self.joined = 0
+        self.drawn = (0, 0)  # for the current round, and of how many; 0 if devices are not drawn
         self._reports: dict[str, deque[Progress]] = {}
         self._first: dict[str, Progress] = {}
         self._epoch_samples = 0  # samples of a whole epoch
@@ -48,6 +49,10 @@ class TrainingProgress:
             self.started, self.last, self.loss, self.joined = event, None, None, 0
             self._reports, self._first = {}, {}
             self._epoch_samples, self._samples_before = event.local_epochs * sum(event.samples.values()), 0
+        elif isinstance(event, Drawn) and self.started is not None:
+            self.drawn = (len(event.devices), event.present)
+            known = [self.started.samples.get(name, 0) for name in event.devices]
+            self._epoch_samples = self.started.local_epochs * sum(known)
         elif isinstance(event, Joined):
             self.joined = event.devices
         elif isinstance(event, EpochResult):
@@ -74,7 +79,7 @@ class TrainingProgress:
         epoch = max(report.epoch for report in latest)
         furthest = max((report for report in latest if report.epoch == epoch), key=lambda report: report.iteration)
         shares = [report.iteration / self._iterations(report) for report in latest if report.epoch == epoch]
-        share = sum(shares) / len(self.started.samples)
+        share = sum(shares) / (self.drawn[0] or len(self.started.samples))
         return (epoch, furthest.iteration, self._iterations(furthest), share)
 
     def _place_of_server(self) -> tuple[int, int, int, float]:

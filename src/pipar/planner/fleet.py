@@ -76,6 +76,8 @@ class Fleet:
     cache_bytes: int = 0  # of a device's activations that the server keeps at most
     exchanges_norms: bool = False  # both sides tell each other the norm of their gradient after each batch
     local_epochs: int = 1  # passes of a device over its samples in one epoch
+    per_round: int | None = None  # devices that take part in a round, if they are drawn
+    whole_models: bool = False  # no changes are sent, because devices rarely have the previous model
     recalled: float = 0.0  # the share of epochs in which devices refer to activations that the server has kept
     targets: TargetSize = LABELS  # the bytes of targets in a message with activations
 
@@ -108,11 +110,13 @@ class Fleet:
 
         All devices may return their models at the same time, and the server decodes one for each core at a time. The
         rate is 0 where models are always sent whole: if the encoding is raw, if the cost of changes was not measured,
-        in split learning, where no two parties have the same model, and with noise, which changes every byte.
+        in split learning, where no two parties have the same model, with noise, which changes every byte, and if
+        devices are drawn.
         """
         device, server = member.costs, self.server
         is_measured = all("changes" in costs.profile.coding for costs in (device, server))
-        if member.encoding == "raw" or self.method.one_device_at_a_time or self.protects or not is_measured:
+        is_whole = member.encoding == "raw" or self.method.one_device_at_a_time or self.protects or self.whole_models
+        if is_whole or not is_measured:
             return 0.0
         saved_bits = 8 * (1 - server.profile.changes_share)
         turns = max(1.0, len(self.members) / self.cores)
@@ -187,24 +191,28 @@ class Fleet:
         return replace(self, members=members, server=server)
 
     def of(self, names: Collection[str]) -> Fleet:
-        """Return the fleet of these devices only."""
-        if len(names) == len(self.members):
+        """Return the fleet of these devices only, all of which take part."""
+        if len(names) == len(self.members) and self.per_round is None:
             return self
-        return replace(self, members=tuple(member for member in self.members if member.name in names))
+        members = tuple(member for member in self.members if member.name in names)
+        return replace(self, members=members, per_round=None)
 
     def sampled(self, most: int = _SAMPLE) -> Fleet:
         """Return a sample of about `most` devices: each kind in proportion, the same share of a core per device."""
-        count = len(self.members)
-        if count <= most:
+        # Of a fleet whose devices are drawn, a round has only some: they share the cores with these, not with all.
+        everyone = len(self.members)
+        count = everyone if self.per_round is None else min(everyone, self.per_round)
+        if everyone <= min(most, count):
             return self
-        members = [m for kind in self.device_kinds() for m in kind[: max(1, round(len(kind) * most / count))]]
+        wanted = min(most, count)
+        members = [m for kind in self.device_kinds() for m in kind[: max(1, round(len(kind) * wanted / everyone))]]
         share = self.cores * len(members) / count
         cores = max(1, round(share))
         in_order = tuple(sorted(members, key=lambda member: member.name))
         # The work of all cores is in proportion; the average of all models is made by one core.
         averaged = self.averaged * self.cores / cores
         slower = self.server.slower(cores / share)
-        return replace(self, members=in_order, server=slower, cores=cores, averaged=averaged)
+        return replace(self, members=in_order, server=slower, cores=cores, averaged=averaged, per_round=None)
 
     def device_kinds(self) -> list[tuple[Member, ...]]:
         """Return the members by kind, each kind in name order, in the order of their first members.

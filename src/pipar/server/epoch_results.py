@@ -45,6 +45,7 @@ class RoundSummary:
     errors: tuple[float | None, float | None] = (None, None)  # of lossy encodings, up and down
     epsilon: float | None = None
     passes: int = 1  # over the samples of each device
+    is_drawn: bool = False  # only some devices took part; its seconds begin with the models that they were sent
 
 
 class TimeBounds:
@@ -90,7 +91,9 @@ class TimeBounds:
         No measured span is part of it, except where a link has no constant rate.
         """
         bounds = self._bounds[max(first for first in self._bounds if first <= number)]
-        slowest = bounds.server_s / self.cores
+        is_drawn = epoch.round is not None and epoch.round.is_drawn
+        served = (bounds.served_s.get(name, 0.0) for name in sorted(epoch.devices))
+        slowest = (sum(served) if is_drawn else bounds.server_s) / self.cores
         downlinks = {trace.owner: trace for trace in epoch.downlinks}
         for name in epoch.devices:
             link = self._links[name]
@@ -258,6 +261,8 @@ class ResultCollector:
         traces = [epoch.devices[name] for name in sorted(epoch.devices)]
         start = min((trace.totals[IO].first_start for trace in traces), default=0.0)
         seconds = max((trace.totals[COMPUTE].last_end for trace in traces), default=summary.seconds) - start
+        if summary.is_drawn:  # the new model travels in the next round, to the devices that are drawn for it
+            seconds = summary.seconds
         busy = {
             "device": _mean([trace.totals[COMPUTE].busy_s for trace in traces]),
             "uplink": _mean([_busy(trace, UPLINK) for trace in traces]),

@@ -19,6 +19,7 @@ from pipar.profiling.profile import Profile
 from pipar.server.device_messages import Introduction
 from pipar.server.epoch_results import ResultCollector
 from pipar.server.patience import ChosenTimeouts
+from pipar.server.sampling import Draw
 from pipar.server.session import Session
 from pipar.wire.messages import LABELS, Body, Message, TargetSize
 from pipar.wire.orders import Orders, TrainedPart
@@ -146,6 +147,7 @@ class Training:
     deadline: Deadline | None = None  # of each round, if neither a fixed one nor one that the server learns
     should_stop: Callable[[], bool] = lambda: False  # whether the caller wants no further round
     local_epochs: int = 1  # passes over a device's samples in each epoch
+    draw: Draw = field(default_factory=Draw)  # which devices take part in a round
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Membership:
         observe: Observer,
     ) -> None:
         self.sessions: dict[str, Session] = {}
+        self.draws = False  # only some devices take part in a round
         self._policy = policy
         self._settings = settings
         self._results = results
@@ -334,7 +335,9 @@ class Membership:
             trace = trace.later(trace.clock.offset_s(clock_machine(), *session.greeted_at))
         downlink = session.recorder.take(trace.epoch)
         try:
-            self._results.add_trace(trace, downlink, *session.channel.take_counts(trace.epoch))
+            # A device that is drawn gets the previous round's model in its own round.
+            since = trace.epoch - 1 if self.draws else None
+            self._results.add_trace(trace, downlink, *session.channel.take_counts(trace.epoch, since))
         except Exception as error:  # noqa: BLE001 - results are the server's own: readers and waiters get the error
             self._results.fail(error)
             session.fail(error)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 
 from pipar.errors import LinkError, ProtocolError, UnusableProfileError, describe, is_lack_of_memory
+from pipar.events import Drawn, Observer
 from pipar.execution.lanes import Lanes
 from pipar.execution.work import Work
 from pipar.server.interfaces import Enrolment, Learner, Training
@@ -25,6 +27,7 @@ class Participants:
         membership: Membership,
         plans: PlanUpdates,
         pool: Lanes,
+        observe: Observer,
     ) -> None:
         self._training = training
         self._learner = learner
@@ -32,7 +35,9 @@ class Participants:
         self._membership = membership
         self._plans = plans
         self._pool = pool
-        self._planned_for: set[str] = set()  # devices that have a replica, and that plans are made for
+        self._observe = observe
+        self._planned_for: set[str] = set()  # devices that plans are made for
+        self._drawn: Collection[str] | None = None  # devices that have a replica; None: all that are present
 
     async def begin(self, done: int) -> None:
         """Wait for enough devices, and put the first plans into effect: those of the job, or new ones by profile."""
@@ -89,14 +94,32 @@ class Participants:
         self._membership.welcome(session, self._plans.orders(name))
         # It may have taken part before, and the others have continued training since.
         self._learner.discard_progress(name)
+        if not self._training.draw.is_partial:
+            await self._make_replica(name)
+
+    async def _make_replica(self, name: str) -> None:
         # Copying the layers after the cut takes a while: before the round's clock starts.
         await self._pool.run((Work("install", device=name), partial(self._learner.replica, name)))
 
+    async def draw(self, done: int, wanted: int) -> list[Session]:
+        """Return the devices that are drawn for the next round, with their current plans and with replicas.
+
+        The replicas of all others are freed before.
+        """
+        draw, present = self._training.draw, {session.device: session for session in self._membership.welcomed()}
+        drawn = self._drawn = draw.next(done + 1, present, max(1, wanted))
+        self._observe(Drawn(done + 1, tuple(drawn), len(present), draw.counts))
+        self.release_absent()
+        for name in drawn:
+            self._plans.tell(present[name], done)
+            await self._make_replica(name)
+        return [present[name] for name in drawn if not present[name].is_over]
+
     def release_absent(self) -> None:
-        """Free the replicas of devices that have left, and leave these out of future plans."""
+        """Free the replicas of devices that have left or are not drawn; leave those that have left out of plans."""
         present = self._membership.sessions.keys()
         gone = self._planned_for - present
         self._plans.replan_without(sorted(gone))
         # Also the replicas in a checkpoint of devices that have not come back.
-        self._learner.keep_replicas_of(present)
+        self._learner.keep_replicas_of(present if self._drawn is None else present & set(self._drawn))
         self._planned_for -= gone

@@ -24,8 +24,16 @@ class PlanUpdates:
     """Holds every device's orders, measures links by the traffic of rounds, and puts new plans into effect."""
 
     def __init__(
-        self, learner: Learner, pool: Lanes, membership: Membership, limits: Limits, services: Services
+        self,
+        learner: Learner,
+        pool: Lanes,
+        membership: Membership,
+        limits: Limits,
+        services: Services,
+        *,
+        draws: bool = False,
     ) -> None:
+        self._draws = draws  # only some devices take part in a round
         self._learner = learner
         self._pool = pool
         self._membership = membership
@@ -136,14 +144,22 @@ class PlanUpdates:
         self._put_into_force(epoch + 1, changed, self._replanner.why if self._replanner is not None else "")
         for name, plan in changed.items():
             session = self._membership.sessions.get(name)
-            if session is not None and session.is_welcome:  # others get this plan with their welcome
+            # Others get this plan with their welcome, or when they are drawn.
+            if session is not None and session.is_welcome and not self._draws:
                 with_state = name in moved and self._orders[name].keep_state
                 self._send(session, plan, epoch, leaving[name] if with_state else None)
+
+    def tell(self, session: Session, epoch: int) -> None:
+        """Send a device that is drawn its plan, if that has changed since it was last told."""
+        plan = self._orders[session.device].plan
+        if plan != session.plan:
+            self._send(session, plan, epoch, None)
 
     def _send(self, session: Session, plan: Plan, epoch: int, leaving: Body | None) -> None:
         """Send a device its new plan, and the optimiser state of the layers that it takes over."""
         self.limit(session)
         session.forget_model_of_another_part(plan.split_point)
+        session.plan = plan
         session.channel.post(Message(Kind.PLAN, epoch, body=plan_body(plan)))
         if leaving is not None:
             session.channel.post(Message(Kind.STATE, epoch, body=leaving))

@@ -45,6 +45,7 @@ class Server:
         self.done = 0  # the last round that is complete
         self._watching: asyncio.Task[None] | None = None
         self._training = training
+        self._draws = training.draw.is_partial
         self._lanes = lanes
         self._results, self._accountant = services.results, services.accountant
         self._checkpointer, self._observe = services.checkpointer, services.observe
@@ -52,14 +53,20 @@ class Server:
         self._membership = membership = Membership(
             enrolment, sessions, services.results, services.accountant, services.observe
         )
+        membership.draws = self._draws
         self._plans = plans = PlanUpdates(
-            learner, pool, membership, Limits(learner, sessions.network, sessions.targets), services
+            learner,
+            pool,
+            membership,
+            Limits(learner, sessions.network, sessions.targets),
+            services,
+            draws=training.draw.is_partial,
         )
-        self._participants = Participants(training, learner, enrolment, membership, plans, pool)
+        self._participants = Participants(training, learner, enrolment, membership, plans, pool, services.observe)
         self._validation = Validation(learner, training.validation, lanes.background, services)
         self._exchange = ModelExchange(learner, pool, plans, self._validation)
         self._replicas = SharedReplica(learner, pool, method) if method.shares_server_model else Replicas(learner, pool)
-        progress = ProgressReporter(membership, lanes.recorder, services.observe)
+        self._progress = progress = ProgressReporter(membership, lanes.recorder, services.observe)
         serving = Serving(membership, self._replicas, plans, self._exchange, progress, services.observe)
         self._rounds = Rounds(training, membership, self._replicas, serving, self._exchange, services.observe)
 
@@ -82,11 +89,13 @@ class Server:
     async def _train_rounds(self, done: int) -> None:
         epoch = done
         while epoch < self._training.epochs and not await self._is_over(epoch):  # line 2
-            group = await self._gather(epoch)
+            wanted = self._rounds.take_wanted()
+            group = await self._gather(epoch, wanted)
             if await self._is_budget_spent(group, epoch):
                 break
-            group = [session for session in group if not session.is_over]
-            if group and await self._train_round(epoch + 1, group):
+            began_at = asyncio.get_running_loop().time()
+            group = await self._draw(epoch, wanted) if self._draws else [one for one in group if not one.is_over]
+            if group and await self._train_round(epoch + 1, group, began_at if self._draws else None):
                 epoch += 1  # otherwise all devices were lost, and the same round starts over
         if self._checkpointer is not None:
             # Before the devices leave: if it were lost, none would be there to train the last rounds again.
@@ -94,9 +103,9 @@ class Server:
         self._membership.stop(epoch)
         await self._results.deliver(epoch, self._membership.sessions.keys())
 
-    async def _train_round(self, epoch: int, group: Sequence[Session]) -> bool:
+    async def _train_round(self, epoch: int, group: Sequence[Session], began_at: float | None) -> bool:
         """Train one epoch; return whether there is a new global model."""
-        this = await self._rounds.serve(epoch, group)  # lines 3 to 19
+        this = await self._rounds.serve(epoch, group, began_at)  # lines 3 to 19
         # The new model, its log and its checkpoint belong together.
         return await run_to_end(self._finish_round(this))
 
@@ -116,22 +125,36 @@ class Server:
             await self._checkpointer.save_if_due(this.epoch, last=False)
         return True
 
-    async def _gather(self, done: int) -> list[Session]:
-        """Return the devices of the next round when there are enough; those that train first have the latest model."""
-        await self._participants.gather(done, self._rounds.take_wanted())
+    async def _gather(self, done: int, wanted: int) -> list[Session]:
+        """Return the devices of the next round when there are enough; those that train first have the latest model.
+
+        If devices are drawn, these are all that can be, and get the model when they are.
+        """
+        await self._participants.gather(done, wanted)
         # A device that joins while these models are packed waits for the next round.
-        await self._exchange.distribute([one for one in self._first_to_train() if one.has_model_of != done], done)
+        if not self._draws:
+            await self._send_latest(self._membership.welcomed(), done)
         return self._membership.welcomed()
 
-    def _first_to_train(self) -> list[Session]:
+    async def _draw(self, done: int, wanted: int) -> list[Session]:
+        """Return the devices that are drawn for the next round; those that train first have the latest model."""
+        drawn = await self._participants.draw(done, wanted)
+        self._progress.devices = len(drawn)
+        await self._send_latest(drawn, done)
+        return [session for session in drawn if not session.is_over]
+
+    async def _send_latest(self, group: Sequence[Session], done: int) -> None:
+        await self._exchange.distribute([one for one in self._first_of(group) if one.has_model_of != done], done)
+
+    def _first_of(self, group: Sequence[Session]) -> Sequence[Session]:
         """Return the devices that begin a round: all of them, in split learning the first one."""
-        welcomed = self._membership.welcomed()
-        return welcomed[:1] if self._training.method.one_device_at_a_time else welcomed
+        return group[:1] if self._training.method.one_device_at_a_time else group
 
     async def _send_models(self, this: Round) -> list[Session]:
         """Send the devices their parts of the new model; return the devices of the round, whose traces will follow."""
         present = self._membership.welcomed()
-        await self._exchange.distribute(self._first_to_train(), this.epoch)
+        if not self._draws:  # otherwise it is not known yet which devices need it
+            await self._exchange.distribute(self._first_of(present), this.epoch)
         reporting = [session for session in present if session.device in this.samples and not session.is_over]
         for session in reporting:
             session.request_trace(this.epoch)  # it travels while the first batch of the next epoch is computed
@@ -141,7 +164,9 @@ class Server:
         counted, epsilon = this.samples, self._accountant.largest_epsilon()
         self._results.add_round(
             this.epoch,
-            RoundSummary(counted, this.train_loss, this.seconds, this.errors, epsilon, this.passes),
+            RoundSummary(
+                counted, this.train_loss, this.seconds, this.errors, epsilon, this.passes, is_drawn=self._draws
+            ),
             reporting=[session.device for session in reporting],
         )
         self.done = this.epoch

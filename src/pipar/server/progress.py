@@ -18,6 +18,7 @@ class ProgressReporter:
         self._membership = membership
         self._recorder = recorder
         self._observe = observe
+        self.devices: int | None = None  # that take part in the round; None: all that are present
         self._samples = 0
         self._iterations = 0
 
@@ -27,7 +28,7 @@ class ProgressReporter:
         self._samples += message.batch_samples
         self._iterations += 1
         # Once for all devices: a report visits each of them, which would cost K * K for an iteration of each.
-        devices = len(self._membership.sessions)
+        devices = len(self._membership.sessions) if self.devices is None else self.devices
         if self._observe is not ignore and devices and self._iterations % devices == 0:
             self._report(message, None if loss_sum is None else loss_sum / message.batch_samples)
 

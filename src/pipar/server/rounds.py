@@ -105,11 +105,11 @@ class Rounds:
         wanted, self._wanted = self._wanted, 0
         return wanted
 
-    async def serve(self, epoch: int, group: Sequence[Session]) -> Round:
-        """Serve a round; return it with the updates of the devices that finished it."""
+    async def serve(self, epoch: int, group: Sequence[Session], began_at: float | None = None) -> Round:
+        """Serve a round, which has begun now if not before; return it with the updates of those that finished it."""
         self._replicas.begin_round()
         self._patience.gathered(group)
-        this = Round(epoch, self._loop.time(), self._passes)
+        this = Round(epoch, self._loop.time() if began_at is None else began_at, self._passes)
         turns = [[session] for session in group] if self._one_device_at_a_time else [list(group)]
         restore = self._exchange.hold() if len(turns) > 1 else None
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipar.errors import LinkError, NoBudgetLeftError, ProtocolError, VersionError
 from pipar.execution.spans import EpochTrace, Recorder
+from pipar.methods import Plan
 from pipar.planner.replanner import MeasuredLink
 from pipar.server.device_messages import EndOfEpoch, Introduction
 from pipar.transport.channel import Channel
@@ -110,6 +111,7 @@ class Session:
         self.round = RoundRecord()
         self.allowance = Allowance()
         self.passes = 1  # over its samples in one round
+        self.plan: Plan | None = None  # as it was last told
         self.knows_refusal = False  # it was said that its activations cannot be kept
         self.installed: tuple[int, int] | None = None  # epoch and split point of the last model that it was sent
         self.has_model_of: int | None = None  # the epoch of that model, until the device trains on it
@@ -148,7 +150,7 @@ class Session:
     def welcome(self, orders: Orders) -> None:
         """Send the device its orders."""
         self._welcome_at = asyncio.get_running_loop().time()
-        self.passes = orders.local_epochs
+        self.passes, self.plan = orders.local_epochs, orders.plan
         self._enter(Phase.READY)
         self.channel.post(Message(Kind.WELCOME, body=replace(orders, session=self.number).to_body()))
 

@@ -76,6 +76,7 @@ class CheckpointWriter:
             notes={
                 "partly": {str(number): taught for number, taught in self._folder.partly.items()},
                 "spent": spent,
+                **({"drawn": dict(self._folder.drawn)} if self._folder.drawn else {}),
                 "equivalence_reasons": list(self._folder.equivalence_reasons),
             },
         )

@@ -17,6 +17,7 @@ from pipar.config_file import dump_config
 from pipar.errors import StorageError
 from pipar.events import (
     BudgetSpent,
+    Drawn,
     EndedByCallback,
     EpochResult,
     EquivalenceChanged,
@@ -103,6 +104,7 @@ class RunFolder:
         self.epochs = EpochLog()
         self.round_log = PackedRows()  # for each round: samples by device that counted
         self.partly: dict[int, dict[str, int]] = {}  # by round: devices that only trained the shared model
+        self.drawn: Mapping[str, int] = {}  # rounds of each device so far, if devices are drawn
         self.plans: Mapping[str, Plan] = job.plans  # in use now
         self.accountant = PrivacyAccountant(job.update_noise)  # counts the updates that devices send
         self.best = BestModel(path, job.config.server.checkpoint_every) if job.config.run.keep == "best" else None
@@ -170,6 +172,7 @@ class RunFolder:
         self.plans = dict(found.plans)
         self._equivalence.resume(self.plans, found.notes.get("equivalence_reasons", ()))
         self.accountant.resume(found.notes.get("spent", {}))
+        self.drawn = dict(found.notes.get("drawn", {}))
         self._safe_round = max(self._safe_round, done)
         if self.best is not None:
             self.best.resume(done)
@@ -239,6 +242,8 @@ class RunFolder:
                     self.partly[event.epoch] = event.partly
                 self._append_row(event.epoch, "rounds.jsonl", self._round_row(event.epoch, event.counted))
                 self._end_round(event, observe)
+            elif isinstance(event, Drawn):
+                self.drawn = event.counts
             elif isinstance(event, BudgetSpent | EndedByCallback):
                 self._stopped = event.reason
             elif isinstance(event, Saved):

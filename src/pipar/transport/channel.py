@@ -213,9 +213,13 @@ class Channel:
                 f"{_USELESS.per_second:g} per second are tolerated on average."
             )
 
-    def take_counts(self, epoch: int) -> tuple[int, int]:
-        """Return the bytes received and sent in an epoch, and forget the counts up to it."""
-        counts = self.received_bytes.get(epoch, 0), self.sent_bytes.get(epoch, 0)
+    def take_counts(self, epoch: int, since: int | None = None) -> tuple[int, int]:
+        """Return the bytes received and sent in an epoch, or `since` an earlier one; forget the counts up to it."""
+        epochs = range(epoch if since is None else since, epoch + 1)
+        received, sent = (
+            sum(counted.get(number, 0) for number in epochs) for counted in (self.received_bytes, self.sent_bytes)
+        )
+        counts = received, sent
         for counted in (self.received_bytes, self.sent_bytes):
             for old in [number for number in counted if number <= epoch]:
                 del counted[old]

@@ -10,7 +10,7 @@
   };
   const ENDS = new Set(["over", "stopped", "failed"]);
   const STATES = {
-    expected: "not joined yet", joined: "joined", training: "training", away: "away", silent: "silent", lost: "lost", back: "reconnected", left: "left",
+    expected: "not joined yet", joined: "joined", training: "training", idle: "not drawn this round", away: "away", silent: "silent", lost: "lost", back: "reconnected", left: "left",
   };
   const LANES = { device: "Device compute", uplink: "Uplink", server: "Server cores", downlink: "Downlink" };
   const SILENT_S = 60; // the server sends a keep-alive every ten seconds, but a report may take long over a slow link
