@@ -336,6 +336,9 @@ COMMANDS = [
     ("run --timing-only --set run.keep=best", "run.keep = 'best' needs validation losses"),
     ("run --virtual --set run.keep=first", "run.keep = 'first'"),
     ("run --virtual --set run.local_epochs=0", "run.local_epochs = 0"),
+    ("run --virtual --set run.devices_per_round=0.0", "run.devices_per_round = 0"),
+    ("run --virtual --set run.devices_per_round=5", "[[devices]] has only 4"),
+    ("run --virtual --set run.devices_per_round=2 --set server.min_devices=3", "fewer than server.min_devices = 3"),
     # devices that may not take part
     ("run --virtual --set server.allow=['device-1']", "server.allow does not name 'device-2', which is in [[devices]]"),
     ("run --timing-only --set server.allow=nobody.txt", "Cannot read the names of the devices that may take part"),

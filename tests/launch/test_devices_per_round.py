@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support import reference
+from support.deployments import check_weights, counted, training
+from support.programs import address_of, place
 from support.reference import State
-from support.training import EXACT, Case, batches, largest_error, make_job
+from support.training import EXACT, Case, batches, hand_made_profile, largest_error, make_job
 
+import pipar
 from pipar.config_file import config_from
 from pipar.errors import ConfigError
 from pipar.events import Drawn, EpochResult, Event, RoundOver
@@ -158,3 +162,51 @@ BAD = [
 def test_a_draw_that_cannot_work_is_refused_in_one_sentence(tree: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config_from(tree)
+
+
+@pytest.mark.slow
+def test_real_processes_draw_the_same_devices_and_train_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    case = replace(CASE, sizes=(20, 10, 15, 12), epochs=5, dtype="float64", even=True)
+    workload, file, tree = case.workload(), tmp_path / "profile.json", case.tree()
+    hand_made_profile(workload.build_model(), workload.input_shape, case.dtype).save(file)
+    tree["server"]["profile"] = str(file)
+    for device in tree["devices"]:
+        device["profile"] = str(file)
+    drawn: dict[str, list[tuple[str, ...]]] = {"virtual": [], "real": []}
+    results = {}
+    for world in ("virtual", "real"):
+
+        def observe(event: Event, world: str = world) -> None:
+            if isinstance(event, Drawn):
+                drawn[world].append(event.devices)
+
+        results[world] = pipar.run(tree, world=world, observe=observe)  # type: ignore[arg-type]
+    assert drawn["real"] == drawn["virtual"]
+    assert len(drawn["real"]) == 5
+    states = [results[world].state_dict() for world in ("real", "virtual")]
+    assert largest_error(states[0], states[1]) < EXACT
+
+
+@pytest.mark.slow
+def test_a_deployment_draws_among_the_present_devices_and_continues_after_a_crash(
+    tmp_path: Path, profiles: Path
+) -> None:
+    tree = training(epochs=6, devices_per_round=1)
+    with place(tmp_path, profiles, tree) as here:
+        here.hold("pi-1"), here.hold("pi-2"), here.hold("pi-3")
+        server = here.server("--set", "server.min_devices=1")
+        address = address_of(server)
+        devices = [here.device(name, address) for name in ("pi-1", "pi-2", "pi-3")]
+        server.says("joined", times=3)
+        for name in ("pi-1", "pi-2", "pi-3"):
+            here.let_go(name)
+        server.says("round 2 saved")
+        server.kill()
+        server = here.server("--resume", "--set", "server.min_devices=1", listen=address)
+        assert [program.ends() for program in (server, *devices)] == [0] * 4
+        check_weights(here, tree)
+        assert all(len(names) == 1 for names in counted(here))

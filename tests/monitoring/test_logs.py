@@ -136,6 +136,9 @@ SAID: list[tuple[Event, str]] = [
     ),
     (
         Drawn(7, ("pi-1", "pi-2"), 5, {"pi-1": 3, "pi-2": 3}),
+        "round 7: 2 of 5 devices drawn (pi-1, pi-2); the others are idle",
+    ),
+    (
         RoundRestarted(7, 60.0),
         "warning: round 7 restarts with a deadline of 60 s: no device finished it, and the model is unchanged",
     ),

@@ -50,6 +50,7 @@ class Folder:
         self.epochs = EpochLog()
         self.round_log = PackedRows()
         self.partly: dict[int, Any] = {}
+        self.drawn: dict[str, int] = {}
         self.equivalence_reasons: tuple[str, ...] = ()
         self.models = 0
         self._disk = disk

@@ -210,6 +210,9 @@ class Display:
         self._estimate.note(epoch - 1 + share, time.monotonic())
         rate = self._progress.samples_per_s()
         words = [f"epoch {epoch}/{started.epochs}", f"iteration {iteration}/{iterations or '?'}"]
+        drawn, present = self._progress.drawn
+        if present:
+            words.append(f"{drawn} of {present} devices drawn")
         words += [f"{rate:.3g} samples/s"] if rate else []
         last, loss = self._progress.last, self._progress.loss
         words += [f"loss {loss:.3f}"] if loss is not None else []
