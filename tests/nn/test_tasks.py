@@ -148,6 +148,13 @@ def test_an_output_with_one_number_fits_targets_without_a_dimension_for_it() -> 
     assert one.share(output, targets, 2.0) == F.mse_loss(output[:, 0], targets)
 
 
+def test_random_targets_are_classes_even_if_some_pixels_of_the_data_do_not_count() -> None:
+    task = replace(SEGMENTATION, form=target_form(torch.tensor([[[-100, 4], [0, 1]]])))
+    drawn = task.random(50, torch.Generator().manual_seed(0))
+    assert isinstance(drawn, Tensor)
+    assert sorted(set(drawn.flatten().tolist())) == [0, 1, 2, 3, 4]
+
+
 def test_bytes_are_classes_too() -> None:
     mask = torch.tensor([[[0, 156], [1, 2]]], dtype=torch.uint8)  # 156 has the bits of -100
     assert target_form(mask) == PIXELS

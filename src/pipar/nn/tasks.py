@@ -144,9 +144,9 @@ class Task:
         return self._possible(self.form.example(samples, self.dtype, device))
 
     def random(self, samples: int, generator: torch.Generator) -> Targets:
-        """Return random targets of this form."""
-        if self.has_labels:
-            return torch.randint(self.classes, (samples,), generator=generator)
+        """Return random targets of this form; classes that do not count are not drawn."""
+        if isinstance(self.loss, ClassLoss) and self.form.tensors[0].dtype is not None:
+            return torch.randint(max(1, self.classes), (samples, *self.form.tensors[0].shape), generator=generator)
         return self._possible(self.form.random(samples, self.dtype, generator))
 
     def _possible(self, targets: Targets) -> Targets:
