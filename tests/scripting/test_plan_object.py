@@ -79,5 +79,7 @@ def test_a_network_and_datasets_of_the_caller_are_planned_and_trained_alike(chos
     assert {entry["device"]: entry["split_point"] for entry in result.content["plans"]} == {
         name: plan.split_point for name, plan in plans.items()
     }
+    numbers = [TensorDataset(torch.randn(30, 8), torch.randn(30, 3)) for _ in range(2)]
+    assert len(pipar.plan(tree, **{**own, "datasets": numbers}, loss=nn.functional.mse_loss).plans) == 2
     whole = pipar.plan(tree, cut_points=[], **own)
     assert {plan.split_point for plan in whole.plans.values()} == {1}

@@ -91,6 +91,16 @@ def test_the_html_of_a_run_is_escaped_and_says_what_holds() -> None:
     ]
 
 
+def test_metrics_are_in_the_html_and_the_frame() -> None:
+    plain = result(test_metrics={"f1": 0.5})
+    scored = [{**row, "val_metrics": {"f1": 0.25, "mae": None}} for row in plain.epochs]
+    measured = Result(plain.folder, {**plain.content, "epochs": scored})
+    rows = Cells(measured._repr_html_()).rows
+    assert ["test f1", "0.5000"] in rows
+    assert [row[-1] for row in rows[-3:]] == ["val f1", "0.2500", "0.2500"]
+    assert measured.frame()["val_metrics.f1"].tolist() == [0.25, 0.25]
+
+
 def test_html_has_no_colours_of_its_own() -> None:
     html = result()._repr_html_() + Comparison({"fl": result("fl")})._repr_html_()
     assert "#" not in html

@@ -84,7 +84,7 @@ def run(
     """
     if world not in WORLDS:
         raise ConfigError(f"world = '{world}' is unknown: use one of {', '.join(WORLDS)}.")
-    resolved = _with_functions(configuration_of(config, settings, datasets, cut_points), loss, metrics)
+    resolved = with_functions(configuration_of(config, settings, datasets, cut_points), loss, metrics)
     if world == "timing-only":
         _check_needs_no_losses(resolved)
     _check_allowed(resolved)
@@ -214,7 +214,7 @@ def _with_cut_points(config: Config, cut_points: Sequence[str] | None) -> Config
     return config_from({**tree, "model": model})
 
 
-def _with_functions(config: Config, loss: Any, metrics: Mapping[str, Any] | None) -> Config:
+def with_functions(config: Config, loss: Any, metrics: Mapping[str, Any] | None) -> Config:
     """Return the configuration with the names of the functions that the user passed."""
     if loss is None and not metrics:
         return config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipar.config import Config
 from pipar.events import LOADING, Observer, Preparing
 from pipar.html_table import html_facts, html_line, html_page, html_rows
-from pipar.launch.run import configuration_of, shown_as
+from pipar.launch.run import configuration_of, shown_as, with_functions
 from pipar.methods import Plan
 from pipar.storage import result_views
 from pipar.units import format_percent
@@ -34,6 +34,7 @@ def plan(
     model: Any = None,
     cut_points: Sequence[str] | None = None,
     datasets: Any = None,
+    loss: Callable[[Any, Any], Any] | None = None,
     settings: Sequence[str] = (),
     exhaustive: bool = False,
     progress: bool | None = None,
@@ -50,21 +51,22 @@ def plan(
     from pipar.job.explain import explain
     from pipar.launch.rehearsal import rehearse
 
-    resolved = configuration_of(config, settings, datasets, cut_points)
+    resolved = with_functions(configuration_of(config, settings, datasets, cut_points), loss, None)
     with shown_as("plan", resolved, progress, model=model, datasets=datasets) as observe:
-        job = _job(resolved, model, datasets, observe)
+        job = _job(resolved, (model, datasets, None, None, loss), observe)
         return ChosenPlans(explain(job, rehearse, exhaustive=exhaustive, observe=observe))
 
 
-def _job(config: Config, model: Any, datasets: Any, observe: Observer) -> Job:
+def _job(config: Config, own: tuple[Any, ...], observe: Observer) -> Job:
+    """Return the job without plans; `own` are the user's objects, in the order of `UserObjects.of`."""
     from pipar.job.prepare import job_to_plan, unplanned_job
 
-    if model is None and datasets is None:
+    if all(one is None for one in own):
         return job_to_plan(config, observe)
     observe(Preparing(LOADING, 0.0))
     from pipar.job.workload import UserObjects, Workload  # imports torch
 
-    return unplanned_job(Workload(config, UserObjects.of(config, model, datasets, None, None)), observe)
+    return unplanned_job(Workload(config, UserObjects.of(config, *own)), observe)
 
 
 @dataclass(frozen=True, repr=False)

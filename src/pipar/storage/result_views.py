@@ -28,6 +28,8 @@ _COLUMNS = (
     ("val_accuracy", "val acc.", 3),
     ("epsilon", "epsilon", 3),
 )
+#: Before the names of metrics, among the flat values of an epoch.
+_METRICS = "val_metrics."
 
 
 # --- pandas
@@ -120,6 +122,7 @@ def result_html(content: Row, folder: Path, seconds: float | None) -> str:
         "plan": plans(content),
         "epoch": None if seconds is None else f"{seconds:.2f} s on average",
         "test accuracy": None if accuracy is None else percent(accuracy),
+        **{f"test {name}": number(value, 4) for name, value in (content.get("test_metrics") or {}).items()},
         "equivalence": equivalence_text(content),
         "stopped": content.get("stopped"),
         "folder": str(folder),
@@ -132,8 +135,11 @@ def result_html(content: Row, folder: Path, seconds: float | None) -> str:
 
 def epochs_html(epochs: Sequence[Row]) -> str:
     """Return the table of epochs, without columns that are empty."""
-    shown = [column for column in _COLUMNS if any(epoch.get(column[0]) is not None for epoch in epochs)]
-    rows = [[str(epoch["epoch"]), *(number(epoch.get(key), digits) for key, _, digits in shown)] for epoch in epochs]
+    flat = [dict(_flat(epoch)) for epoch in epochs]
+    metrics = dict.fromkeys(key for row in flat for key in row if key.startswith(_METRICS))
+    columns = [*_COLUMNS, *((key, f"val {key.removeprefix(_METRICS)}", 4) for key in metrics)]
+    shown = [column for column in columns if any(row.get(column[0]) is not None for row in flat)]
+    rows = [[str(row["epoch"]), *(number(row.get(key), digits) for key, _, digits in shown)] for row in flat]
     return html_rows(["epoch", *(name for _, name, _ in shown)], rows)
 
 
