@@ -184,7 +184,7 @@ def test_labels_are_drawn_once_for_all_epochs_and_replaced_only_where_they_are_s
     def labels(epoch: int) -> dict[int, tuple[int, int]]:
         order = shard.order(epoch)
         piece = shard.micro_batches(epoch, order, [len(order)])[0]
-        return {int(at): (int(y), int(t)) for at, y, t in zip(order, piece.labels, piece.sent_labels, strict=True)}
+        return {int(at): (int(y), int(t)) for at, y, t in zip(order, piece.targets, piece.sent_targets, strict=True)}
 
     first = labels(1)
     assert labels(2) == first
