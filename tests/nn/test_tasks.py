@@ -167,3 +167,28 @@ def test_random_targets_of_a_set_with_positions_that_do_not_count_are_classes() 
     drawn = task.random(200, torch.Generator().manual_seed(0))
     assert isinstance(drawn, torch.Tensor)
     assert set(drawn.flatten().tolist()) <= set(range(5))
+
+
+@pytest.mark.parametrize("ignored", [-100, 255, 2])
+def test_random_and_example_targets_are_classes_that_the_network_has(ignored: int) -> None:
+    pixels = torch.tensor([[[0, 4], [ignored, 1]]])
+    task = Task(ClassLoss(ignored=ignored), target_form(pixels), 5)
+    for drawn in (task.random(50, torch.Generator().manual_seed(0)), task.example(3)):
+        assert isinstance(drawn, Tensor)
+        assert (int(drawn.min()), int(drawn.max())) == (0, 4)
+
+
+def test_random_integers_of_a_loss_of_ones_own_are_values_that_occur() -> None:
+    """A number in between may be no class, and not be ignored either."""
+    task = Task(OwnLoss(lambda output, _: output.mean()), target_form(torch.tensor([[-100, 3], [1, 2]])))
+    drawn = task.random(50, torch.Generator().manual_seed(0))
+    assert isinstance(drawn, Tensor)
+    assert drawn.unique().tolist() == [-100, 3]
+    assert drawn.shape == (50, 2)
+
+
+def test_ignored_values_are_no_classes() -> None:
+    mask = torch.tensor([[[0, 3], [255, 1]]], dtype=torch.uint8)
+    assert ClassLoss(ignored=255).classes_in(mask) == 4
+    assert ClassLoss().classes_in(mask) == 256
+    assert ClassLoss().classes_in(torch.full((1, 2), -100)) == 1

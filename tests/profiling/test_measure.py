@@ -347,6 +347,7 @@ def test_a_machine_too_small_for_the_first_layer_gets_one_sentence() -> None:
 UNDER_A_LIMIT = """
 import resource, torch
 from torch import nn
+from pipar.nn.tasks import classification
 from pipar.profiling.measure import measure_profile
 
 layers = [nn.Sequential(nn.Conv2d(wide, 64, 3, padding=1), nn.ReLU()) for wide in (3, 64, 64, 64)]

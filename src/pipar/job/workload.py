@@ -34,7 +34,7 @@ from pipar.nn.frozen import check_stays_frozen, check_trains, freeze
 from pipar.nn.inputs import InputForm, Inputs, drawn_like, in_dtype
 from pipar.nn.learner import Batches
 from pipar.nn.line import Line, line_of, whole_line
-from pipar.nn.losses import Loss, OwnLoss, Targets, named_loss
+from pipar.nn.losses import ClassLoss, Loss, OwnLoss, Targets, named_loss
 from pipar.nn.metrics import NamedMetric, named_metrics
 from pipar.nn.models import build_model, check_fits, check_module, example_output, is_sequential
 from pipar.nn.named_cuts import named_line, unshared_line, uses_twice
@@ -347,10 +347,13 @@ class Workload:
             return self._dataset.classes
         if self.config.data.classes is not None:
             return self.config.data.classes
-        forms = [self.shard(name).images.target_form for name in self.names]
-        if forms[0] == ONE_LABEL or (self.config.task.takes_classes and forms[0].tensors[0].dtype is not None):
-            return 1 + max(form.tensors[0].high for form in forms)
-        return math.prod(forms[0].shape)  # outputs of a network
+        sets = [self.shard(name).images for name in self.names]
+        form, loss = sets[0].target_form, self.loss
+        if isinstance(loss, ClassLoss) and form.tensors[0].dtype is not None:
+            return max(loss.classes_in(images.labels) for images in sets)
+        if form == ONE_LABEL:
+            return 1 + max(images.target_form.tensors[0].high for images in sets)
+        return math.prod(form.shape)  # outputs of a network
 
     @cached_property
     def loss(self) -> Loss:

@@ -95,6 +95,11 @@ class ClassLoss:
         numbers = targets.long()  # bytes would be compared with a number below 0 as if it were a byte
         return numbers[numbers != self.ignored]
 
+    def classes_in(self, targets: Any) -> int:
+        """Return the number of classes up to the highest that counts."""
+        counted = self._counted(tensors_of(targets)[0])
+        return 1 + max(0, int(counted.max())) if counted.numel() else 1
+
     def count_of_samples(self, samples: int, form: InputForm) -> float | None:
         target = form.tensors[0]
         if target.dtype is None:
@@ -138,8 +143,9 @@ class ClassLoss:
             return None if given == wanted else f"{given}, but the probabilities of all classes have {wanted}"
         places = given[1:-1] if self._is_sequence else given[2:]
         number = given[-1] if self._is_sequence else given[1] if len(given) > 1 else 0
-        # A single label: exactly its classes. Where a network has more classes than occur, it is rarely a mistake.
-        fits = number == classes if not target.shape else number >= classes
+        # A single label: exactly its classes. Where a network has more classes than occur, it is rarely a mistake; a
+        # class that is ignored does not occur.
+        fits = number == classes if not target.shape and self.ignored < 0 else number >= classes
         if fits and places == target.shape:
             return self._wrong_weights(number)
         wanted = (2, *target.shape, classes) if self._is_sequence else (2, classes, *target.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -141,25 +141,33 @@ class Task:
 
     def example(self, samples: int, device: torch.device | None = None) -> Targets:
         """Return targets of this form, always the same ones; no class is above the highest."""
-        return self._possible(self.form.example(samples, self.dtype, device))
+        return self._possible(self._possible_form.example(samples, self.dtype, device))
 
     def random(self, samples: int, generator: torch.Generator) -> Targets:
-        """Return random targets of this form; classes that do not count are not drawn."""
-        if isinstance(self.loss, ClassLoss) and self.form.tensors[0].dtype is not None:
-            return torch.randint(max(1, self.classes), (samples, *self.form.tensors[0].shape), generator=generator)
-        return self._possible(self.form.random(samples, self.dtype, generator))
+        """Return random targets of this form."""
+        drawn = tensors_of(self._possible_form.random(samples, self.dtype, generator))
+        if not isinstance(self.loss, ClassLoss):
+            drawn = tuple(map(_least_or_largest, drawn, self.form.tensors))
+        return self._possible(self.form.structured(drawn))
+
+    @property
+    def _possible_form(self) -> InputForm:
+        """The form, with all classes as its range: values that are ignored may be far from them."""
+        if not isinstance(self.loss, ClassLoss):
+            return self.form
+        highest = max(self.classes - 1, 0)
+        return replace(self.form, tensors=tuple(replace(one, low=0, high=highest) for one in self.form.tensors))
 
     def _possible(self, targets: Targets) -> Targets:
-        """Return targets with numbers from 0 to 1, which every loss of floating-point numbers takes, and with classes.
-
-        The numbers between that of positions that do not count, such as -100, and 0 are no classes.
-        """
-        least = 0 if isinstance(self.loss, ClassLoss) else None
-        return mapped(targets, lambda one: one.sigmoid() if one.is_floating_point() else _at_least(one, least))
+        """Return targets with numbers from 0 to 1, which every loss of floating-point numbers takes."""
+        return mapped(targets, lambda one: one.sigmoid() if one.is_floating_point() else one)
 
 
-def _at_least(tensor: Tensor, least: int | None) -> Tensor:
-    return tensor if least is None or tensor.dtype == torch.bool else tensor.clamp(min=least)
+def _least_or_largest(tensor: Tensor, form: TensorForm) -> Tensor:
+    """Return integers that occur in the data: those in between may mean nothing to a user's own loss."""
+    if tensor.is_floating_point() or tensor.dtype == torch.bool:
+        return tensor
+    return torch.where(2 * tensor > form.low + form.high, form.high, form.low)
 
 
 def classification(classes: int, loss: Loss | None = None) -> Task:
