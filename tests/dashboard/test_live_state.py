@@ -12,6 +12,7 @@ from pipar.dashboard.state import MOST_ROWS, LiveState
 from pipar.events import (
     Away,
     Back,
+    Drawn,
     Dropped,
     EpochResult,
     Event,
@@ -305,3 +306,12 @@ def test_progress_that_seems_to_go_back_is_ignored() -> None:
     for done, at in ((0.0, 0.0), (1.0, 10.0), (0.9, 11.0)):
         estimate.note(done, at)
     assert estimate.ends_at(2) == pytest.approx(20.0)
+
+
+def test_a_device_that_is_not_drawn_for_a_round_says_so() -> None:
+    names = ("a", "b", "c")
+    begun = [started(*names), *(Joined(name, 1) for name in names)]
+    states = {row["name"]: row["state"] for row in picture(*begun, Drawn(1, ("b",), 3))["devices"]}
+    assert states == {"a": "idle", "b": "training", "c": "idle"}
+    states = {row["name"]: row["state"] for row in picture(*begun, Drawn(1, ("b",), 3), Drawn(2, ("a",), 3))["devices"]}
+    assert states == {"a": "training", "b": "idle", "c": "idle"}

@@ -23,6 +23,7 @@ from pipar.job.model_setup import make_learner
 from pipar.launch.virtual import train_timing_only, train_virtually
 from pipar.nn.learner import TorchLearner
 from pipar.planner.simulator import simulate
+from pipar.privacy.budget import PrivacyAccountant
 
 SIZES = (23, 10, 31, 7, 18)
 CASE = Case("pipar", (2,), (3,), sizes=SIZES, batch_size=10, epochs=6, devices_per_round=2)
@@ -210,3 +211,19 @@ def test_a_deployment_draws_among_the_present_devices_and_continues_after_a_cras
         assert [program.ends() for program in (server, *devices)] == [0] * 4
         check_weights(here, tree)
         assert all(len(names) == 1 for names in counted(here))
+
+
+@pytest.mark.slow
+def test_a_budget_counts_the_rounds_in_which_a_device_took_part() -> None:
+    case = replace(CASE, method="fl", split_points=(5,), privacy=(("noise_multiplier", 5.0),))
+    workload = case.workload()
+    job, drawn = make_job(workload), Counter[str]()
+    accountant = PrivacyAccountant(job.update_noise)
+
+    def observe(event: Event) -> None:
+        if isinstance(event, Drawn):
+            drawn.update(event.devices)
+
+    train_virtually(job, workload, lambda *_: None, observe, accountant=accountant)
+    assert {name: accountant.of(name).releases for name in job.sizes} == {name: drawn[name] for name in job.sizes}
+    assert set(drawn.values()) == {2, 3}
