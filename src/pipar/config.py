@@ -262,6 +262,10 @@ class ModelSection(_Section):
     dtype: Literal["float32", "float64"] = "float32"
 
 
+def _crc(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True, default=str).encode())
+
+
 class TaskSection(_Section):
     loss: Annotated[str, BeforeValidator(_loss)] = "cross_entropy"
     class_weights: Annotated[tuple[float, ...] | None, BeforeValidator(_weights)] = None
@@ -279,6 +283,16 @@ class TaskSection(_Section):
     def takes_classes(self) -> bool:
         """Whether targets are numbers of classes."""
         return self.loss in CLASS_LOSSES
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The settings of what is minimised: all but the metrics."""
+        return self.model_dump(mode="json", exclude={"metrics"})
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that differs with the settings that both sides need alike; 0 for the default ones."""
+        return 0 if self.trained == TaskSection().trained else _crc(self.trained)
 
     @model_validator(mode="after")
     def _fits_loss(self) -> TaskSection:
@@ -391,8 +405,7 @@ class OptimizerSection(_Section):
         """A number that differs with the settings that both sides need alike; 0 for the default ones."""
         if self == OptimizerSection(state_at_aggregation=self.state_at_aggregation):
             return 0
-        content = self.model_dump(exclude={"state_at_aggregation", "momentum_at_aggregation"})
-        return zlib.crc32(json.dumps(content, sort_keys=True, default=str).encode())
+        return _crc(self.model_dump(exclude={"state_at_aggregation", "momentum_at_aggregation"}))
 
     @property
     def kind(self) -> str:

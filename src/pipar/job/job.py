@@ -196,6 +196,7 @@ class Job:
                 norms=int(config.optimizer.clips_across),
                 optimizer=config.optimizer.fingerprint,
                 local_epochs=config.run.local_epochs,
+                task=config.task.fingerprint,
             )
             for number, member in enumerate(fleet.members, start=1)
         }

@@ -49,6 +49,7 @@ def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDev
         model = workload.build_model()
         _check_frozen(model, orders)
         _check_optimizer(workload, orders)
+        _check_task(workload, orders)
         part, rest = split_model(model, orders.plan.split_point)
         return TorchDevicePart(
             part,
@@ -81,6 +82,15 @@ def _check_optimizer(workload: Workload, orders: Orders) -> None:
         raise OrdersError(
             "The server has another [optimizer] than this device, so that the two parts of the network would be "
             "trained differently: start both with the same [optimizer]."
+        )
+
+
+def _check_task(workload: Workload, orders: Orders) -> None:
+    """Raise OrdersError if the server would minimise another loss than this device."""
+    if orders.task != workload.config.task.fingerprint:
+        raise OrdersError(
+            "The server has another [task] than this device, so that the two would minimise different losses: start "
+            "both with the same [task]; only task.metrics may differ."
         )
 
 

@@ -47,6 +47,8 @@ class Orders:
     optimizer: int = 0
     #: Passes over its samples before the device returns its part.
     local_epochs: int = 1
+    #: A number that differs with what is minimised; 0 for the default.
+    task: int = 0
 
     def to_body(self) -> Body:
         rest = {key: value for key, value in self.__dict__.items() if key != "plan" and _RARE.get(key) != value}
@@ -126,7 +128,15 @@ class Orders:
 
 
 #: Fields that most trainings leave at these values are left out then.
-_RARE = {"frozen_layers": 0, "steady_layers": 0, "epochs": 0, "norms": 0, "optimizer": 0, "local_epochs": 1}
+_RARE = {
+    "frozen_layers": 0,
+    "steady_layers": 0,
+    "epochs": 0,
+    "norms": 0,
+    "optimizer": 0,
+    "local_epochs": 1,
+    "task": 0,
+}
 _PLAN = {"split_point": int, "micro_batches": int, "window": int, "up": str, "down": str}
 _LEAST = {
     "split_point": 1,
@@ -147,6 +157,7 @@ _MOST = {
     **dict.fromkeys(_RARE, MOST_LOCAL_EPOCHS),
     "norms": 1,
     "optimizer": 2**32 - 1,
+    "task": 2**32 - 1,
 }
 #: Sums of these stay finite.
 _LARGEST_AMOUNT = 1e300
