@@ -340,6 +340,8 @@ def test_unexpected_content_is_reported_in_one_sentence(tmp_path: Path, monkeypa
         ({"run": {"method": "fl"}}, 'there run.method was "pipar"'),
         ({"run": {"seed": 1}}, "there run.seed was 0"),
         ({"data": {"name": "synthetic"}}, 'there data.name was "digits"'),
+        ({"task": {"label_smoothing": 0.1}}, "there task.label_smoothing was 0.0, and the configuration says 0.1"),
+        ({"task": {"loss": "nll"}}, 'there task.loss was "cross_entropy"'),
     ],
 )
 def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path, tree: dict[str, Any], says: str) -> None:
@@ -357,6 +359,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path, tree: dict[
         {"optimizer": {"learning_rate": 0.001}},
         {"data": {"path": "elsewhere"}},
         {"plan": {"split_point": 2}},
+        {"task": {"metrics": ["accuracy"]}},
         {"devices": [{"name": "other", "count": 9}]},
     ],
 )
@@ -369,6 +372,12 @@ def test_identity_survives_json_and_a_key_of_a_later_version(tmp_path: Path) -> 
     identity = identity_of(config_from({"data": {"name": "synthetic", "shape": [3, 8, 8]}}))
     Checkpoints(tmp_path).save(replace(checkpoint(1), identity=identity))
     assert latest(tmp_path, {**identity, "model.flavour": "new"}, refuse_warnings) is not None
+
+
+def test_a_checkpoint_that_does_not_know_its_task_is_resumed(tmp_path: Path) -> None:
+    before = {key: value for key, value in IDENTITY.items() if not key.startswith("task.")}
+    Checkpoints(tmp_path).save(replace(checkpoint(1), identity=before))
+    assert latest(tmp_path, identity_of(config_from({"task": {"loss": "nll"}})), refuse_warnings) is not None
 
 
 def test_a_training_with_noise_does_not_resume_from_a_version_without_it(tmp_path: Path) -> None:

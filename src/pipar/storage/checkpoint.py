@@ -65,14 +65,16 @@ def is_due(number: int, every: int) -> bool:
 def identity_of(config: Config) -> dict[str, Any]:
     """Return the settings that a training must share with a checkpoint to resume from it, by "section.key".
 
-    Devices, links, plans, learning rates and the number of epochs may differ. The network, method, seed and data may
-    not: with other data, samples that are held out now may have been trained on.
+    Devices, links, plans, learning rates and the number of epochs may differ. The network, method, seed, data
+    and loss may not: with other data, samples that are held out now may have been trained on, and the values of
+    different losses cannot be compared to find the best model.
     """
     sections = {
         "run": config.run.model_dump(mode="json", include={"method", "seed"}),
         "model": config.model.model_dump(mode="json"),
         "data": config.data.model_dump(mode="json", exclude={"path", "samples_per_device"}),
         "server": config.server.model_dump(mode="json", include={"aggregator", "aggregation"}),
+        "task": config.task.trained,
     }
     identity = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     # Rounds without noise cannot be undone and have no finite epsilon. The amount of noise may change.
