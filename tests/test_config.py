@@ -136,6 +136,7 @@ def test_a_dumped_file_loads_as_the_same_configuration(tmp_path: Path) -> None:
 
 MISTAKES = [
     ({"run": {"epochs": 0}}, "run.epochs = 0 is not allowed: it should be at least 1."),
+    ({"run": {"epochs": 10**10}}, "run.epochs = 10000000000 is not allowed: it should be at most 1000000000."),
     ({"run": {"epochs": True}}, "run.epochs = True is not a number"),
     ({"run": {"epochs": 1.5}}, "run.epochs = 1.5 is not allowed: it should be a whole number."),
     ({"run": {"method": "fedsgd"}}, "run.method = 'fedsgd' is not known; allowed are pipar, fl, sl, sfl, sfl2."),

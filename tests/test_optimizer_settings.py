@@ -59,6 +59,24 @@ def test_a_configuration_with_any_optimiser_is_written_and_read_back(name: str, 
     assert load_config(file) == config
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"factory": "a:b", "schedule": "step", "scheduling": {"step_size": 3}},
+        {"groups": [{"match": ["a.*", "b"], "learning_rate": 0.5, "nesterov": True}, {"match": ["c"]}]},
+        {"name": "adam", "groups": [{"match": ["a"], "betas": [0.8, 0.9]}], "decay_norms_and_biases": False},
+        {"schedule": "onecycle", "scheduling": {"pct_start": 0.5, "cycle_momentum": False}, "warmup": 4},
+        {"schedule": "a:b", "clip_norm": 1.0, "clip": "side", "momentum_at_aggregation": "keep"},
+    ],
+    ids=str,
+)
+def test_a_configuration_with_any_settings_is_written_and_read_back(section: dict[str, Any], tmp_path: Any) -> None:
+    config = config_from({"optimizer": section})
+    file = tmp_path / "config.toml"
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
+
+
 def test_another_optimiser_by_a_setting_has_its_own_defaults() -> None:
     changed = with_settings(config_from({"optimizer": {"name": "adam"}}), ["optimizer.name=rmsprop"])
     assert changed.optimizer == OptimizerSection(name="rmsprop")
@@ -143,12 +161,29 @@ def test_clipping_that_cannot_be_done_is_refused_in_one_sentence(tree: dict[str,
 
 def test_settings_that_differ_have_different_fingerprints() -> None:
     given: list[dict[str, Any]] = [
-        {}, {"learning_rate": 0.02}, {"name": "adam"}, {"name": "adam", "betas": [0.8, 0.9]}, {"clip_norm": 1.0},
+        {}, {"momentum": 0.8}, {"name": "adam"}, {"name": "adam", "betas": [0.8, 0.9]}, {"clip_norm": 1.0},
         {"schedule": "cosine"}, {"warmup": 3}, {"groups": [{"match": ["a"]}]}, {"factory": "a:b"},
+        {"clip_norm": 1.0, "clip": "side"}, {"decay_norms_and_biases": False},
     ]  # fmt: skip
     prints = [OptimizerSection(**one).fingerprint for one in given]
     assert prints[0] == OptimizerSection(state_at_aggregation="keep").fingerprint == 0
     assert len(set(prints)) == len(prints)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"learning_rate": 0.02}, {}),  # which the server tells
+        ({"name": "adam", "eps": 1e-8, "amsgrad": False}, {"name": "adam"}),
+        ({"name": "adamw", "weight_decay": 0.01}, {"name": "adamw"}),
+        ({"name": "rmsprop", "momentum": 0}, {"name": "rmsprop"}),
+        ({"schedule": "step", "scheduling": {"step_size": 3, "gamma": 0.1}},
+         {"schedule": "step", "scheduling": {"step_size": 3}}),
+        ({"clip": "side"}, {}),  # without clip_norm
+    ],
+)  # fmt: skip
+def test_settings_that_train_alike_have_the_same_fingerprint(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert OptimizerSection(**one).fingerprint == OptimizerSection(**other).fingerprint
 
 
 @pytest.mark.parametrize(("section", "sentence"), WRONG, ids=[str(one) for one, _ in WRONG])

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from pipar.aggregator_settings import all_parameters, check_devices, check_method, known_aggregator
 from pipar.errors import ConfigError, InputError
-from pipar.learning_schedules import Schedule, check_schedule, known_schedule
+from pipar.learning_schedules import SCHEDULES, Schedule, check_schedule, known_schedule
 from pipar.links import Link, parse_link
 from pipar.methods import METHODS
 from pipar.metric_settings import check_names
@@ -31,6 +31,8 @@ ELEMENT_LOSSES = ("mse", "l1", "smooth_l1", "bce")
 _LEAST_KEEPALIVE_S = 1.0
 #: The most samples of a batch, and the most devices of a group.
 LARGEST_BATCH = 1_000_000
+#: The most rounds of a training.
+MOST_EPOCHS = 1_000_000_000
 #: The most passes over a device's samples in one round.
 MOST_LOCAL_EPOCHS = 100_000
 
@@ -232,6 +234,7 @@ NotNegative = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
 Momentum = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)]
 Decay = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, allow_inf_nan=False)]
+Epochs = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1, le=MOST_EPOCHS)]
 LocalEpochs = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1, le=MOST_LOCAL_EPOCHS)]
 Probability = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, lt=1)]
 Share = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, le=1)]
@@ -241,7 +244,7 @@ PlanNumber = Annotated[Literal["auto"] | int, BeforeValidator(_plan_number)]
 class RunSection(_Section):
     name: Annotated[str, AfterValidator(_named("._+-"))] | None = None
     method: Literal["pipar", "fl", "sl", "sfl", "sfl2"] = "pipar"
-    epochs: Positive = 5
+    epochs: Epochs = 5
     local_epochs: LocalEpochs = 1  # passes over its samples before a device returns its part
     devices_per_round: Annotated[int | float | Literal["all"], BeforeValidator(_drawn)] = "all"  # or a share up to 1
     batch_size: UpToAMillion = 100
@@ -339,6 +342,15 @@ def _for_torch(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _with_floats(value: Any) -> Any:
+    """Return a tree whose whole numbers are floats, so that 0 and 0.0 are the same."""
+    if isinstance(value, Mapping):
+        return {key: _with_floats(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_floats(one) for one in value]
+    return float(value) if type(value) is int else value
+
+
 def _parameter_groups(value: Any) -> Any:
     are_groups = isinstance(value, list | tuple) and all(isinstance(one, Mapping | GroupSection) for one in value)
     if not are_groups or not all(isinstance(one, GroupSection) or _has_patterns(one) for one in value):
@@ -402,10 +414,25 @@ class OptimizerSection(_Section):
 
     @property
     def fingerprint(self) -> int:
-        """A number that differs with the settings that both sides need alike; 0 for the default ones."""
-        if self == OptimizerSection(state_at_aggregation=self.state_at_aggregation):
-            return 0
-        return _crc(self.model_dump(exclude={"state_at_aggregation", "momentum_at_aggregation"}))
+        """A number that differs with the settings that both sides need alike; 0 for the default ones.
+
+        The learning rate is not among them: a device gets it from its server.
+        """
+        content = self._needed_alike()
+        return 0 if content == OptimizerSection()._needed_alike() else zlib.crc32(content.encode())
+
+    def _needed_alike(self) -> str:
+        """Return the settings with all defaults, so that it does not matter whether one of those was written."""
+        own = OPTIMIZERS[self.name].arguments if self.factory is None else {}
+        content = {
+            "optimizer": self.factory or self.name,
+            "arguments": {**own, **self.arguments},
+            "groups": [[group.match, group.settings] for group in self.groups],
+            "decay_norms_and_biases": self.decay_norms_and_biases,
+            "schedule": [self.schedule, {**SCHEDULES.get(self.schedule, {}), **self.scheduling}, self.warmup],
+            "clip": None if self.clip_norm is None else [self.clip, self.clip_norm],
+        }
+        return json.dumps(_with_floats(content), sort_keys=True, default=str)
 
     @property
     def kind(self) -> str:

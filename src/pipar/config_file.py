@@ -65,6 +65,8 @@ def dump_config(config: Config) -> str:
     tree = config.model_dump(exclude_none=True)
     for group, dumped in zip(config.devices, tree["devices"], strict=True):
         dumped["link"] = link_tree(group.link)
+    if config.optimizer.factory is not None:  # which takes the place of a name
+        del tree["optimizer"]["name"]
     return tomli_w.dumps(tree)
 
 

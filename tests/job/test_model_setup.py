@@ -1,10 +1,12 @@
-"""A device refuses orders of a server whose configuration would train something else."""
+"""A device takes the learning rate from its server, and refuses orders that would train something else."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.training import Case, make_job
 
 from pipar.config import TaskSection
 from pipar.config_file import config_from
@@ -13,7 +15,9 @@ from pipar.job.model_setup import part_builder
 from pipar.job.prepare import prepare
 from pipar.job.workload import Workload
 from pipar.launch.rehearsal import rehearse
+from pipar.nn.parts import TorchDevicePart
 
+CASE = Case("pipar", (1,), (1,), sizes=(10,))
 SIX = [1.0, 2.0, 1.0, 1.0, 1.0, 3.0]
 
 
@@ -52,3 +56,22 @@ def test_tasks_that_train_differently_have_different_fingerprints() -> None:
     assert len(set(prints)) == len(prints)
     assert prints[0] == TaskSection(loss="cross_entropy", label_smoothing=0, metrics=("accuracy",)).fingerprint == 0
     assert prints[4] == TaskSection(class_weights=(1.0, 2.0)).fingerprint
+
+
+def built(on_server: dict[str, Any], on_device: dict[str, Any]) -> TorchDevicePart:
+    """Return the part of a device whose [optimizer] may be another than the server's."""
+    server, device = (replace(CASE, optimizer=tuple(one.items())) for one in (on_server, on_device))
+    ((name, orders),) = make_job(server.workload()).orders().items()
+    return part_builder(device.workload(), name)(orders)
+
+
+def test_a_device_trains_with_the_learning_rate_of_its_server() -> None:
+    steps = built({"learning_rate": 3.0}, {"learning_rate": 0.5})._steps
+    assert steps is not None
+    assert steps.largest("lr") == 3.0
+
+
+@pytest.mark.parametrize("other", [{"name": "adam"}, {"momentum": 0.5}, {"warmup": 2}, {"clip_norm": 1.0}], ids=str)
+def test_a_device_refuses_to_train_in_another_way_than_its_server(other: dict[str, Any]) -> None:
+    with pytest.raises(OrdersError, match=r"The server has another \[optimizer\] than this device"):
+        built(other, {})

@@ -80,7 +80,9 @@ def test_another_version_is_named_with_the_remedy(theirs: int, age: str) -> None
     with pytest.raises(VersionError) as other:
         unpack_frame(bytes(data))
     sentence = str(other.value)
-    assert f"version {theirs} of the protocol, and this side version 3: the peer has {age} pipar than" in sentence
+    assert (
+        f"version {theirs} of the protocol, and this side version {VERSION}: the peer has {age} pipar than" in sentence
+    )
     assert "this side, which has pipar 0.1.0" in sentence
     assert "pip install pipar==0.1.0" in sentence
     assert isinstance(other.value, ProtocolError)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import struct
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipar.config import MOST_EPOCHS
 from pipar.errors import ProtocolError
 from pipar.methods import Plan
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json, tensor_bytes
@@ -96,6 +98,18 @@ def test_only_a_body_with_a_size_and_no_bytes_has_sizes_only() -> None:
 
 def test_orders_are_restored_equal() -> None:
     assert Orders.read(Message(Kind.WELCOME, body=ORDERS.to_body())) == ORDERS
+
+
+@pytest.mark.parametrize("rare", [{"learning_rate": 3.0}, {"learning_rate": 0.0}, {"epochs": MOST_EPOCHS}], ids=str)
+def test_orders_that_are_rare_are_restored_equal(rare: dict[str, Any]) -> None:
+    orders = replace(ORDERS, **rare)
+    assert Orders.read(Message(Kind.WELCOME, body=orders.to_body())) == orders
+
+
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
+def test_a_welcome_with_a_learning_rate_that_is_not_a_positive_number_is_refused(rate: float) -> None:
+    with pytest.raises(ProtocolError, match="learning rate"):
+        Orders.read(Message(Kind.WELCOME, body=replace(ORDERS, learning_rate=rate).to_body()))
 
 
 WELCOME = read_json(Message(Kind.WELCOME, body=ORDERS.to_body()))

@@ -195,6 +195,7 @@ class Job:
                 epochs=0 if config.optimizer.learning_schedule.is_constant else config.run.epochs,
                 norms=int(config.optimizer.clips_across),
                 optimizer=config.optimizer.fingerprint,
+                learning_rate=config.optimizer.learning_rate or 0.0,
                 local_epochs=config.run.local_epochs,
                 task=config.task.fingerprint,
             )

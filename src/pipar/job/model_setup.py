@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -53,7 +54,7 @@ def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDev
         part, rest = split_model(model, orders.plan.split_point)
         return TorchDevicePart(
             part,
-            workload.optimizer(),
+            replace(workload.optimizer(), learning_rate=orders.learning_rate or None),
             has_loss=len(rest) == 0,
             proximal=orders.proximal,
             rounding=partial(random_streams.generator, workload.config.run.seed, "rounding", device, "up"),

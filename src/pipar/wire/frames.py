@@ -33,7 +33,7 @@ from pipar.wire.messages import (
     tensor_bytes,
 )
 
-VERSION = 3
+VERSION = 4
 MAGIC = b"PP"
 CHUNK_BYTES = 1_000_000
 #: The most chunks that the header can count: more than any known model needs.

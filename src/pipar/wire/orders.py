@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipar.config import LARGEST_BATCH, LARGEST_SCALE, LEAST_SCALE, MOST_LOCAL_EPOCHS
+from pipar.config import LARGEST_BATCH, LARGEST_SCALE, LEAST_SCALE, MOST_EPOCHS, MOST_LOCAL_EPOCHS
 from pipar.errors import ProtocolError
 from pipar.json_records import is_number
 from pipar.methods import Plan
@@ -45,6 +45,8 @@ class Orders:
     norms: int = 0
     #: A number that differs with the settings of the optimiser; 0 for the default ones.
     optimizer: int = 0
+    #: 0 for an optimiser of the user's own, which has its own.
+    learning_rate: float = 0.01
     #: Passes over its samples before the device returns its part.
     local_epochs: int = 1
     #: A number that differs with what is minimised; 0 for the default.
@@ -128,7 +130,7 @@ class Orders:
 
 
 #: Fields that most trainings leave at these values are left out then.
-_RARE = {
+_RARE_COUNTS = {
     "frozen_layers": 0,
     "steady_layers": 0,
     "epochs": 0,
@@ -137,6 +139,7 @@ _RARE = {
     "local_epochs": 1,
     "task": 0,
 }
+_RARE = {**_RARE_COUNTS, "learning_rate": 0.01}
 _PLAN = {"split_point": int, "micro_batches": int, "window": int, "up": str, "down": str}
 _LEAST = {
     "split_point": 1,
@@ -146,7 +149,7 @@ _LEAST = {
     "window": 0,
     "releases": 0,
     "session": 1,
-    **_RARE,
+    **_RARE_COUNTS,
 }
 #: The header has 32 bits for a session; the other numbers are above every honest one.
 _MOST = {
@@ -154,7 +157,10 @@ _MOST = {
     "layers": 100_000,
     "batch_size": LARGEST_BATCH,
     "releases": 2**53,
-    **dict.fromkeys(_RARE, MOST_LOCAL_EPOCHS),
+    "frozen_layers": 100_000,
+    "steady_layers": 100_000,
+    "epochs": MOST_EPOCHS,
+    "local_epochs": MOST_LOCAL_EPOCHS,
     "norms": 1,
     "optimizer": 2**32 - 1,
     "task": 2**32 - 1,
@@ -168,10 +174,11 @@ _AMOUNTS = {
     "noise_multiplier": "noise multiplier",
     "budget": "budget",
     "spent": "sum of mu^2",
+    "learning_rate": "learning rate",
 }
 _CONTENT = {
     **_PLAN,
-    **dict.fromkeys(("session", "layers", "batch_size", "releases", *_RARE), int),
+    **dict.fromkeys(("session", "layers", "batch_size", "releases", *_RARE_COUNTS), int),
     "batch_statistics": bool,
     "keep_state": bool,
     **dict.fromkeys(_AMOUNTS, float),
