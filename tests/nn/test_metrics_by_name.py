@@ -146,3 +146,21 @@ def test_a_function_that_returns_no_number_is_refused() -> None:
 def test_a_set_without_positive_samples_has_a_score_and_no_warning() -> None:
     found = scores(["f1", "auroc"], classification(2), ROWS[:, :2], torch.zeros(60, dtype=torch.int64))
     assert found["f1"] == 0.0
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("name", ["cross_entropy", "nll"])
+def test_perplexity_is_finite_where_the_loss_is(name: str, classes: int) -> None:
+    """The probability of the right class is 0 in float32."""
+    rows = torch.zeros(60, classes)
+    rows[:, 0] = 200.0
+    output, labels = rows.log_softmax(1) if name == "nll" else rows, torch.ones(60, dtype=torch.int64)
+    found = scores(["perplexity"], classification(classes, ClassLoss(name)), output, labels)
+    assert found["perplexity"] == pytest.approx(math.exp(200.0))
+
+
+def test_perplexity_of_marks_is_that_of_bce() -> None:
+    task = Task(ElementLoss("bce"), NUMBERS.form, 3, torch.float64)
+    output, marks = 40 * ROWS[:, :3], (ROWS[:, 1:] > 0.3).double()
+    loss = F.binary_cross_entropy_with_logits(output, marks).item()
+    assert scores(["perplexity"], task, output, marks)["perplexity"] == pytest.approx(math.exp(loss))

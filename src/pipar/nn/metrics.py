@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pipar.errors import ConfigError, describe
 from pipar.metric_settings import METRICS, shown_name
 from pipar.nn.inputs import tensors_of
-from pipar.nn.losses import ClassLoss
+from pipar.nn.losses import ClassLoss, Loss
 from pipar.nn.tasks import Task
 
 #: Curves over more than one label of each sample, as of pixels, have this many thresholds: all would fill the memory.
@@ -73,6 +74,8 @@ def _known(name: str, task: Task) -> NamedMetric:
             f"task.metrics names '{name}', which compares {info.of}, but the loss {task.name} has other targets "
             f"({task.form}): {use}."
         )
+    if name == "perplexity":
+        view = _View(view.of, partial(_log_likelihoods, task.loss))
     return NamedMetric(name, info.higher_is_better, partial(_FromTorchmetrics, _builder(name, task), view))
 
 
@@ -100,11 +103,27 @@ def _view_of(task: Task) -> _View | None:
 
 def _classes(loss: ClassLoss, classes: int, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the probabilities of all classes, or of class 1 if there are two, at each position that counts."""
+    rows, labels = _counted(loss, output, targets)
+    shares = rows.exp() if loss.name == "nll" else rows.softmax(-1)
+    return (shares[:, 1] if rows.shape[-1] == 2 and classes == 2 else shares), labels
+
+
+def _counted(loss: ClassLoss, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs for all classes, and the class, at each position that counts."""
     rows = output.flatten(0, -2) if loss.name == "next_token" else output.movedim(1, -1).flatten(0, -2)
     labels = targets.flatten().long()
     counts = labels != loss.ignored
-    shares = rows[counts].exp() if loss.name == "nll" else rows[counts].softmax(-1)
-    return (shares[:, 1] if rows.shape[-1] == 2 and classes == 2 else shares), labels[counts]
+    return rows[counts], labels[counts]
+
+
+def _log_likelihoods(loss: Loss, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of the probability of each position's class, also where the probability rounds to 0."""
+    if not isinstance(loss, ClassLoss):
+        marks = (targets > 0.5).flatten()
+        return F.logsigmoid(torch.where(marks, output.flatten(), -output.flatten())), marks
+    rows, labels = _counted(loss, output, targets)
+    logs = rows if loss.name == "nll" else rows.log_softmax(-1)
+    return logs.gather(1, labels[:, None])[:, 0], labels
 
 
 def _marks(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,16 +207,13 @@ def _of_classes(classification: Any, name: str, settings: dict[str, Any], classe
 
 
 class _Perplexity:
-    """exp of the mean negative log-likelihood, as torchmetrics defines it, of probabilities at counted positions."""
+    """exp of the mean negative log-likelihood over counted positions, as torchmetrics defines it."""
 
     def __init__(self) -> None:
         self._sum, self._count = 0.0, 0
 
-    def update(self, shares: Tensor, labels: Tensor) -> None:
-        right = (
-            shares.gather(1, labels[:, None])[:, 0] if shares.ndim > 1 else torch.where(labels == 1, shares, 1 - shares)
-        )
-        self._sum -= right.double().log().sum().item()
+    def update(self, likelihoods: Tensor, labels: Tensor) -> None:
+        self._sum -= likelihoods.double().sum().item()
         self._count += len(labels)
 
     def compute(self) -> float:
