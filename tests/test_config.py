@@ -286,6 +286,8 @@ MISTAKES = [
         "is not a link; write a name",
     ),
     ({"plan": {"replan": "perhaps"}}, "plan.replan = 'perhaps' is not allowed: it should be true or false."),
+    ({"task": {"ignore_index": 2**31}}, "task.ignore_index = 2147483648 is not allowed"),
+    ({"task": {"ignore_index": -(2**40)}}, "task.ignore_index = -1099511627776 is not allowed"),
     ({"devices": [{"name": "x", "count": 2}, {"name": "x-1"}]}, "Two devices are called 'x-1'"),
 ]
 

@@ -273,7 +273,7 @@ class TaskSection(_Section):
     loss: Annotated[str, BeforeValidator(_loss)] = "cross_entropy"
     class_weights: Annotated[tuple[float, ...] | None, BeforeValidator(_weights)] = None
     label_smoothing: Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, lt=1)] = 0.0
-    ignore_index: Annotated[int, BeforeValidator(_refuse_bool)] = -100  # a class that does not count
+    ignore_index: Annotated[int, BeforeValidator(_refuse_bool), Field(ge=-(2**31), lt=2**31)] = -100  # does not count
     count: str | None = None  # of a user's own loss: a function that returns what a batch of targets counts
     metrics: Annotated[tuple[str, ...], BeforeValidator(_metrics)] = ()  # of validation and test
 

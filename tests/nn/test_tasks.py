@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipar.errors import ModelError, ProtocolError
+from pipar.nn.evaluation import correct_answers
 from pipar.nn.inputs import InputForm, TensorForm
 from pipar.nn.losses import ClassLoss, ElementLoss, OwnLoss
 from pipar.nn.models import check_fits
@@ -192,3 +193,9 @@ def test_ignored_values_are_no_classes() -> None:
     assert ClassLoss(ignored=255).classes_in(mask) == 4
     assert ClassLoss().classes_in(mask) == 256
     assert ClassLoss().classes_in(torch.full((1, 2), -100)) == 1
+
+
+def test_class_156_of_a_mask_of_bytes_counts_in_accuracy() -> None:
+    mask = torch.tensor([[156, 1]], dtype=torch.uint8)  # 156 has the bits of -100
+    answers = F.one_hot(mask.long(), 200).movedim(-1, 1).float()
+    assert correct_answers(ClassLoss(), answers, mask) == (2, 2)

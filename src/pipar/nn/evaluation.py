@@ -52,6 +52,6 @@ def correct_answers(loss: Any, output: Any, targets: Any) -> tuple[int, int]:
     """Return how many positions have their class as the largest output, and how many count; none without classes."""
     if not isinstance(loss, ClassLoss) or targets.is_floating_point():
         return 0, 0
-    answers = output.argmax(dim=-1 if loss.name == "next_token" else 1)
-    counts = targets != loss.ignored
-    return int(((answers == targets) & counts).sum()), int(counts.sum())
+    answers, wanted = output.argmax(dim=-1 if loss.name == "next_token" else 1), targets.long()
+    counts = wanted != loss.ignored
+    return int(((answers == wanted) & counts).sum()), int(counts.sum())
