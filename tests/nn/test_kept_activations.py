@@ -8,9 +8,11 @@ import torch
 
 from pipar.errors import ProtocolError
 from pipar.nn.crossing import Received
+from pipar.nn.inputs import InputForm, TensorForm
 from pipar.nn.kept_activations import KeptActivations
+from pipar.nn.losses import ClassLoss
 from pipar.nn.parts import Decoded
-from pipar.nn.tasks import classification
+from pipar.nn.tasks import Task, classification
 from pipar.wire.messages import Body, Kind, Message, TensorPart, numbers_body
 
 SAMPLES, SESSION, EPOCH = 5, 7, 3
@@ -143,3 +145,20 @@ def test_a_message_that_refers_to_nothing_is_refused(message: Message, says: str
     world.send()
     with pytest.raises(ProtocolError, match=says):
         world.kept.recall("a", message)
+
+
+def test_targets_are_kept_in_the_bytes_that_are_counted_and_come_back_as_they_were() -> None:
+    pixels = Task(ClassLoss(), InputForm((TensorForm((4, 4), torch.int64),)), 5)
+    kept = KeptActivations(SAMPLES * (3 * 4 + 4 * 4), lambda _: "", pixels)
+    targets = torch.randint(-1, 5, (SAMPLES, 4, 4))
+    targets[targets < 0] = -100
+    kept.begin("a", SESSION, EPOCH, SAMPLES)
+    kept.add("a", Decoded(torch.zeros(SAMPLES, 3), targets, SAMPLES, 1.0))
+    stored = kept._devices["a"].targets
+    assert isinstance(stored, torch.Tensor)
+    assert stored.untyped_storage().nbytes() == SAMPLES * pixels.size.sample_bytes
+    body = numbers_body(np.arange(SAMPLES, dtype="<u4").tobytes(), pixels.count_bytes(targets))
+    recalled = kept.recall("a", refers(*range(SAMPLES), body=body)).targets
+    assert isinstance(recalled, torch.Tensor)
+    assert recalled.dtype == torch.int64
+    assert torch.equal(recalled, targets)

@@ -38,7 +38,7 @@ class _Kept:
     samples: int  # that it has
     parts: tuple[TensorPart, ...] | None = None  # how the device described several tensors
     rows: list[Tensor] = field(default_factory=list)  # one for each tensor that crosses the cut
-    targets: Targets | None = None
+    targets: Targets | None = None  # as they are sent
     count: int = 0
     refusal: str | None = None  # why there is no room
 
@@ -107,7 +107,8 @@ class KeptActivations:
             flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=size // tensor.element_size(), offset=at)
             kept.rows.append(flat.reshape(kept.samples, *tensor.shape[1:]))
             at += size
-        kept.targets = mapped(targets, lambda one: one.new_empty((kept.samples, *one.shape[1:])))
+        sent = self._task.as_sent(targets)
+        kept.targets = mapped(sent, lambda one: one.new_empty((kept.samples, *one.shape[1:])))
 
     def recall(self, device: str, message: Message) -> Decoded:
         """Return the micro-batch that a message refers to; raise ProtocolError if it refers to anything else."""
@@ -120,7 +121,8 @@ class KeptActivations:
             raise ProtocolError(f"{message} refers to activation {int(numbers.max())} of {kept.samples}.")
         rows = tuple(tensor.index_select(0, numbers) for tensor in kept.rows)
         activation = rows[0] if kept.parts is None else Received(rows, kept.parts)
-        targets = rebuilt(kept.targets, (one.index_select(0, numbers) for one in tensors_of(kept.targets)))
+        sent = rebuilt(kept.targets, (one.index_select(0, numbers) for one in tensors_of(kept.targets)))
+        targets = self._task.as_read(sent)
         count = self._task.read_count(message, counted, targets)
         return Decoded(activation, targets, message.batch_samples, count)
 

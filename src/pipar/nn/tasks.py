@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -76,10 +77,21 @@ class Task:
         fitting = (one for one in _SHORT if torch.iinfo(one).min <= low and high <= torch.iinfo(one).max)
         return next(fitting, torch.int32) if form.shape else torch.int32
 
+    def as_sent(self, targets: Targets) -> Targets:
+        """Return targets in the dtypes in which they are sent."""
+        return self._changed(targets, self._sent_dtype)
+
+    def as_read(self, sent: Targets) -> Targets:
+        """Return targets that are as they are sent in the dtypes that the loss takes."""
+        return self._changed(sent, lambda form: form.dtype or self.dtype)
+
+    def _changed(self, targets: Targets, dtype: Callable[[TensorForm], torch.dtype]) -> Targets:
+        pairs = zip(tensors_of(targets), self.form.tensors, strict=True)
+        return self.form.structured([tensor.to(dtype(form)) for tensor, form in pairs])
+
     def buffers(self, targets: Targets, count: float) -> list[memoryview]:
         """Return the bytes of a piece's targets: one tensor after another, then what its batch counts, if needed."""
-        tensors = zip(tensors_of(targets), self.form.tensors, strict=True)
-        sent = [_bytes(tensor.to(self._sent_dtype(form))) for tensor, form in tensors]
+        sent = list(map(_bytes, tensors_of(self.as_sent(targets))))
         return [*sent, memoryview(struct.pack("<d", count))] if self.sends_count else sent
 
     def count_bytes(self, targets: Targets) -> bytes:
