@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,13 @@ from pipar.errors import AddressInUseError, ConfigError, PlanError
 from pipar.events import ignore
 from pipar.job.job import Job
 from pipar.job.plans import make_plans
+from pipar.job.workload import Workload
 from pipar.launch import deployed_server
 from pipar.launch.assemble import most_devices
 from pipar.launch.deployed_device import DeviceOptions, device_workload
 from pipar.launch.deployed_job import job_without_devices, server_workload
 from pipar.launch.deployed_process import as_deployed, listed_specs, unlisted_spec
+from pipar.nn.inputs import InputForm, TensorForm
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.server.device_messages import Introduction
 from pipar.server.enrolment import OpenEnrolment
@@ -104,3 +107,69 @@ def test_a_server_does_not_wait_for_devices_that_may_not_take_part(tmp_path: Pat
     for allowed, wanted in allow.items():
         config = config_from({"server": {"allow": allowed} if allowed else {}, "devices": devices})
         assert most_devices(config) == wanted
+
+
+FACTORIES = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def network():
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+
+def one_number():
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
+
+def probabilities(name):
+    assert name == "validation", "a server has no data of devices"
+    return TensorDataset(torch.randn(5, 4), torch.rand(5, 3).softmax(1))
+
+def numbers(name):
+    assert name == "validation", "a server has no data of devices"
+    return TensorDataset(torch.randn(5, 4), torch.randn(5))
+
+def nothing(name):
+    assert name in ("validation", "test"), "a server has no data of devices"
+"""
+
+
+def server_of(folder: Path, monkeypatch: pytest.MonkeyPatch, tree: dict[str, dict[str, object]]) -> Workload:
+    (folder / "remote_sets.py").write_text(FACTORIES)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    monkeypatch.delitem(sys.modules, "remote_sets", raising=False)
+    return server_workload(config_from({"model": {"factory": "remote_sets:network"}, **tree}))
+
+
+def test_a_server_expects_the_probabilities_that_its_validation_set_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"factory": "remote_sets:probabilities", "shape": [4], "classes": 3}
+    workload = server_of(tmp_path, monkeypatch, {"data": data})
+    assert workload.task.form == InputForm((TensorForm((3,)),))
+    workload.checked_model()
+    assert sum(size for size, _ in workload.held_out_batches("validation")) == 5
+
+
+def test_a_server_needs_no_number_of_classes_where_the_loss_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, task = {"factory": "remote_sets:nothing", "shape": [4]}, {"loss": "mse"}
+    workload = server_of(tmp_path, monkeypatch, {"data": data, "task": task})
+    assert workload.task.form == InputForm((TensorForm((3,)),))
+    workload.checked_model()
+    with pytest.raises(ConfigError, match=r"also give data\.shape and data\.classes"):
+        server_of(tmp_path, monkeypatch, {"data": data})
+    with pytest.raises(ConfigError, match=r"also give data\.shape\."):
+        server_of(tmp_path, monkeypatch, {"data": {"factory": "remote_sets:nothing"}, "task": task})
+
+
+def test_a_server_validates_one_number_for_each_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree: dict[str, dict[str, object]] = {
+        "data": {"factory": "remote_sets:numbers", "shape": [4]},
+        "model": {"factory": "remote_sets:one_number"},
+        "task": {"loss": "mse"},
+    }
+    workload = server_of(tmp_path, monkeypatch, tree)
+    workload.checked_model()
+    assert sum(size for size, _ in workload.held_out_batches("validation")) == 5

@@ -171,7 +171,8 @@ class Workload:
         self.names = [spec.name for spec in device_specs(config)]
         self.dtype = TORCH_DTYPES[config.model.dtype]
         self._own_shards: dict[str, Shard] = {}
-        self._held_out: dict[str, Images | None] = {}
+        self._found: dict[str, Images | None] = {}  # held-out sets
+        self._held_out: dict[str, Images | None] = {}  # those that were checked
         self._line: Line | None = None  # of a network that is no nn.Sequential
 
     @property
@@ -269,6 +270,11 @@ class Workload:
         return self._held_out[which]
 
     def _find_held_out(self, which: str) -> Images | None:
+        if which not in self._found:
+            self._found[which] = self._load_held_out(which)
+        return self._found[which]
+
+    def _load_held_out(self, which: str) -> Images | None:
         given = self.user_objects.validation if which == "validation" else self.user_objects.test
         if given is not None or self.user_objects.training is not None:
             return given
@@ -402,19 +408,27 @@ class Workload:
         return reduce(InputForm.joined, (form for form in forms if form == forms[0]))
 
     def expected_targets(self) -> InputForm:
-        """Return the form of targets where no device's data is known: as the network's output or validation says."""
+        """Return the form of targets where no device's data is known: as validation or the network's output says.
+
+        Validation first: from an output, classes cannot be told from probabilities of classes.
+        """
+        held_out = self.held_out_targets()
+        if held_out is not None:
+            return held_out
         expected = self.loss.form_for(example_output(self.network(), self.form), self.classes)
-        held_out = self.held_out_targets() if expected is None else None
-        if expected is None and held_out is None:
+        if expected is None:
             raise ConfigError(
                 f"The targets of the loss {self.loss.name} are known only to devices: let data.factory return a "
                 "'validation' set, from which the server knows their form."
             )
-        return expected or cast(InputForm, held_out)
+        return expected
 
     def held_out_targets(self) -> InputForm | None:
         """Return the form of the targets of the validation set; None if there is none."""
-        images = self._find_held_out("validation")
+        try:
+            images = self._find_held_out("validation")
+        except DataError:  # the server of a deployment need not have it
+            return None
         return None if images is None else images.target_form
 
     def _task_for(self, images: Images) -> Task:

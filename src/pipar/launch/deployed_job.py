@@ -36,13 +36,16 @@ def server_workload(config: Config) -> Workload:
     if config.data.factory is None:
         info = dataset_info(config.data.name)
         shape, classes = shape or info.shape, classes or info.classes
-    if shape is None or classes is None:
+    # A network that comes with pipar has as many outputs.
+    needs_classes = config.task.takes_classes or config.model.factory is None
+    if shape is None or (classes is None and needs_classes):
         raise ConfigError(
             f"data.factory = {config.data.factory!r} is called on devices only, so the server cannot see the samples: "
-            "also give data.shape and data.classes."
+            f"also give data.shape{' and data.classes' if needs_classes else ''}."
         )
     knows_no_data = config.data.factory is not None
-    return Workload(config, UserObjects(form=InputForm.given(shape), classes=classes, knows_no_data=knows_no_data))
+    own = UserObjects(form=InputForm.given(shape), classes=classes or 0, knows_no_data=knows_no_data)
+    return Workload(config, own)
 
 
 def job_without_devices(workload: Workload, observe: Observer) -> Job:
