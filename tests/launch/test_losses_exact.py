@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -229,3 +229,14 @@ def test_pieces_weighted_by_their_samples_would_be_detected() -> None:
     trained = train_workload(workload(kind, case))
     wrong = plain_state(Kind(kind.network, kind.item, by_pieces, kind.task), case)
     assert largest_error(trained.state, wrong) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["pixels", "next_token", "own count", "own"])
+def test_kept_activations_come_back_with_their_targets_and_counts(name: str) -> None:
+    """A device with frozen layers sends its activations once; later epochs only refer to them, in another order."""
+    kind, case = KINDS[name], Case("pipar", (1,), (3,), sizes=SIZES, batch_size=5, epochs=3, freeze=("0.*",))
+    trained = train_workload(workload(kind, case))
+    assert largest_error(trained.state, plain_state(kind, case)) < EXACT
+    plain = train_workload(workload(kind, replace(case, cache=0)))
+    pairs = list(zip(trained.epochs, plain.epochs, strict=True))
+    assert all(kept.bytes_up < sent.bytes_up for kept, sent in pairs[1:])
