@@ -58,6 +58,12 @@ def test_a_replay_without_limited_links_takes_the_same_seconds(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_a_replay_of_several_passes_in_a_round_takes_the_same_seconds(tmp_path: Path) -> None:
+    run = record(tmp_path, recorded_job(epochs=2, run={"local_epochs": 3}))
+    assert same(replayed(run.path), run.seconds, ALMOST)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("link", [STEADY, CHANGING], ids=["steady", "changing"])
 def test_a_replay_takes_the_same_seconds(tmp_path: Path, link: object) -> None:
     run = record(tmp_path, recorded_job(link))

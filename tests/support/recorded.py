@@ -58,11 +58,13 @@ TWICE_CHANGING = {
 }
 
 
-def recorded_job(link: Any = STEADY, *, devices: int = 3, epochs: int = 3, **server: Any) -> Job:
+def recorded_job(
+    link: Any = STEADY, *, devices: int = 3, epochs: int = 3, run: Mapping[str, Any] | None = None, **server: Any
+) -> Job:
     """Return a job of devices with 45 samples each, of which the last is half as fast."""
     config = config_from(
         {
-            "run": {"method": "pipar", "epochs": epochs, "batch_size": 20, "trace": "full"},
+            "run": {"method": "pipar", "epochs": epochs, "batch_size": 20, "trace": "full", **(run or {})},
             "plan": {"split_point": 1, "micro_batches": 3, "schedule": "all-forward"},
             "wire": {"encoding": "raw"},
             "server": {"cores": 2, "min_devices": 1, **server},

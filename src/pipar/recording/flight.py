@@ -215,6 +215,10 @@ def _target_size(content: Any) -> TargetSize:
     return TargetSize(_whole(content["sample_bytes"]), _whole(content["message_bytes"]))
 
 
+#: What the messages of a training depend on.
+_OF_RUN = ("method", "batch_size", "local_epochs", "trace")
+
+
 def _replayed_config(header: Mapping[str, Any], devices: int, rounds: int) -> Config:
     """Return what the replay needs of the recorded configuration: nothing that refers to files or code."""
     tree = tomllib.loads(header["configuration"])
@@ -224,7 +228,7 @@ def _replayed_config(header: Mapping[str, Any], devices: int, rounds: int) -> Co
     wanted |= {"noise_multiplier": noise or None}
     return config_from(
         {
-            "run": {"method": run["method"], "batch_size": run["batch_size"], "epochs": rounds, "trace": run["trace"]},
+            "run": {**{key: run[key] for key in _OF_RUN if key in run}, "epochs": rounds},
             "model": {"dtype": tree["model"]["dtype"]},
             "optimizer": _replayed_optimizer(tree["optimizer"]),
             "plan": {"replan": False, "schedule": tree["plan"]["schedule"], "window": tree["plan"]["window"]},
@@ -244,10 +248,8 @@ def _replayed_config(header: Mapping[str, Any], devices: int, rounds: int) -> Co
 
 
 def _replayed_optimizer(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what changes the messages of a training; recordings of earlier versions call state momentum."""
-    kept = section.get("state_at_aggregation") or section["momentum_at_aggregation"]
-    clipping = {key: section[key] for key in ("clip_norm", "clip") if key in section}
-    return {"state_at_aggregation": kept, **clipping}
+    """Return what changes the messages of a training."""
+    return {key: section[key] for key in ("state_at_aggregation", "clip_norm", "clip") if key in section}
 
 
 def read_plan(tree: Mapping[str, Any]) -> Plan:
