@@ -125,10 +125,7 @@ class Schedule:
         return rate * _own_factor(self.name, number, total)
 
     def check_length(self, total: int, whose: str) -> None:
-        """Raise ConfigError if a training of this many steps is longer than the schedule, or over before it begins.
-
-        A function of the user's is called for the first and the last step, so that a mistake shows before the training.
-        """
+        """Raise ConfigError if a training of this many steps is longer than the schedule, or over before it begins."""
         steps = self.parameters.get("steps")
         if self.warmup >= total:
             raise ConfigError(
@@ -139,9 +136,13 @@ class Schedule:
                 f"optimizer.scheduling.steps = {steps}, but {whose} takes {total - self.warmup} steps, and a cycle "
                 "ends with its last one: leave it out, for a cycle over the whole training."
             )
+        self.check_function(total - self.warmup)
+
+    def check_function(self, steps: int) -> None:
+        """Call a function of the user's for the first and the last of its steps, so that it fails before a training."""
         if self.name not in SCHEDULES:
-            for number in (self.warmup, total - 1):
-                self.group({"lr": 1.0}, number, total)
+            for number in (0, steps - 1):
+                self.group({"lr": 1.0}, self.warmup + number, self.warmup + steps)
 
 
 def _own_factor(name: str, number: int, total: int) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import sys
 import tomllib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from pipar.events import ignore
 from pipar.job.job import Job
 from pipar.job.plans import make_plans
 from pipar.job.workload import Workload
-from pipar.launch import deployed_server
+from pipar.launch import deployed_device, deployed_job, deployed_server
 from pipar.launch.assemble import most_devices
 from pipar.launch.deployed_device import DeviceOptions, device_workload
 from pipar.launch.deployed_job import job_without_devices, server_workload
@@ -87,6 +89,37 @@ def test_a_plan_that_no_device_beside_the_listed_ones_can_have_is_refused_before
     config = config_from({**GIVEN, "run": {"method": method}, "plan": plan})
     with pytest.raises(PlanError, match=error):
         job_without_devices(server_workload(config), pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        ({"name": "muon"}, "optimizer.name = 'muon' cannot be made: ValueError: Muon only supports 2D parameters"),
+        ({"groups": [{"match": ["head.*"]}]}, "optimizer.groups has 'head.*', which matches no parameter"),
+        ({"schedule": "no_such_module:rate"}, "no module 'no_such_module' is installed"),
+    ],
+)
+def test_an_optimiser_that_cannot_train_the_network_is_refused_on_server_and_device(
+    optimizer: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_from({"optimizer": optimizer, "devices": [{"name": "pi"}]})
+    monkeypatch.setattr(deployed_job, "measured_profile", pytest.fail)
+    monkeypatch.setattr(deployed_device, "measured_profile", pytest.fail)
+    monkeypatch.setattr(deployed_device, "prepare_process", lambda: None)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        job_without_devices(server_workload(config), ignore)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        deployed_device.take_part(config, DeviceOptions("pi", "127.0.0.1:1"), ignore)
+
+
+def test_a_warm_up_that_is_longer_than_a_devices_training_is_refused_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_from({"run": {"epochs": 1}, "optimizer": {"warmup": 1000}, "devices": [{"name": "pi"}]})
+    monkeypatch.setattr(deployed_device, "measured_profile", pytest.fail)
+    monkeypatch.setattr(deployed_device, "prepare_process", lambda: None)
+    with pytest.raises(ConfigError, match=r"^optimizer.warmup = 1000, but pi takes only \d+ steps"):
+        deployed_device.take_part(config, DeviceOptions("pi", "127.0.0.1:1"), ignore)
 
 
 def test_a_port_in_use_is_found_before_the_network_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

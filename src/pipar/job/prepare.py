@@ -160,7 +160,7 @@ def _check_sizes(config: Config, sizes: Mapping[str, int], *, batch_statistics: 
             )
 
 
-def _check_schedule(config: Config, sizes: Mapping[str, int], *, batch_statistics: bool) -> None:
+def check_schedule(config: Config, sizes: Mapping[str, int], *, batch_statistics: bool) -> None:
     """Raise ConfigError if a schedule does not fit the number of steps that a device takes."""
     run = config.run
     for name, size in sizes.items():
@@ -196,7 +196,7 @@ def _job(config: Config, profiles: NetworkProfiles, sizes: Mapping[str, int], su
     server = profiles.of_server(config.server.profile)
     check_given_plans(config, specs, len(server.layers), profiles.model)
     devices = {spec.name: profiles.of(spec.profile) for spec in specs}
-    _check_schedule(config, sizes, batch_statistics=profiles.batch_statistics)
+    check_schedule(config, sizes, batch_statistics=profiles.batch_statistics)
     config = _with_cores(config)
     return Job(
         config=config,

@@ -21,6 +21,7 @@ from pipar.errors import ConfigError, DataError
 from pipar.events import Expiring, Observer, Reloaded, Stopping
 from pipar.execution.lanes import ThreadLanes
 from pipar.job.model_setup import part_builder, part_sizes, seed_dropout
+from pipar.job.prepare import check_schedule
 from pipar.job.profiles import measured_profile
 from pipar.job.workload import Workload
 from pipar.launch.assemble import run_device
@@ -28,6 +29,7 @@ from pipar.launch.deployed_process import listed_specs, prepare_process, run_unt
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
+from pipar.nn.models import uses_batch_statistics
 from pipar.nn.split import named_layers
 from pipar.privacy import accounting
 from pipar.privacy.budget import AllowedCuts, PrivacyGuard, PrivacyLimits
@@ -73,6 +75,8 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     workload.observe = observe
     samples, model = workload.keep_only_shard(options.name), workload.checked_model(initial=False)
     workload.optimizer().check(model)
+    workload.optimizer().check(model)
+    check_schedule(config, {options.name: len(samples)}, batch_statistics=uses_batch_statistics(model))
     guard = device_guard(config, seed, cuts=allowed_cuts(workload, model), budget_file=budget_file)
     profile = without_sample_statistics(
         config, measured_profile(workload, model, observe, memory_bytes=spec.memory_bytes)

@@ -54,6 +54,8 @@ def job_without_devices(workload: Workload, observe: Observer) -> Job:
     choose_noise(config)  # raises on a wrong privacy budget, before the network is measured
     workload.observe = observe
     model = workload.checked_model()
+    workload.optimizer().check(model)
+    config.optimizer.learning_schedule.check_function(config.run.epochs)
     _check_plans(config, len(model), workload.model_name)
     workload.optimizer().check(model)
     limit = LeakageLimit.of(config, Subject.of(config, workload.model_name, workload.data_name, workload.input_shape))
