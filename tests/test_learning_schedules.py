@@ -51,6 +51,14 @@ CASES: dict[str, tuple[Schedule, Any]] = {
 }
 
 
+@pytest.mark.parametrize("gamma", [1.5, 2, 1e20])
+def test_a_rate_that_grows_without_end_stays_a_number(gamma: float) -> None:
+    growing = Schedule("exponential", {"gamma": gamma})
+    assert growing.group({"lr": 0.1}, 10**9, 10**9)["lr"] == pytest.approx(1e29)
+    step = Schedule("step", {"gamma": gamma, "step_size": 1})
+    assert step.group({"lr": 0.1}, 1, 10**9)["lr"] == pytest.approx(0.1 * gamma)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR's own

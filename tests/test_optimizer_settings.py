@@ -12,7 +12,9 @@ from torch import nn
 from pipar.config import Config, OptimizerSection, hints
 from pipar.config_file import config_from, dump_config, load_config, with_settings
 from pipar.errors import ConfigError
-from pipar.nn.optimizers import OptimizerSettings
+from pipar.execution.schedule import StepCount
+from pipar.learning_schedules import Schedule
+from pipar.nn.optimizers import OptimizerSettings, PartOptimizer
 from pipar.optimizer_settings import OPTIMIZERS, REFUSED, state_copies
 
 #: Arguments that only choose how torch computes.
@@ -41,6 +43,23 @@ def test_values_that_are_kept_for_each_weight_are_those_that_torch_keeps(name: s
     more: dict[str, Any] = {"adam": {"amsgrad": True}, "rmsprop": {"centered": True, "momentum": 0.5}}.get(name, {})
     kept = OptimizerSettings(name, arguments=more).layout("weight", weight).values()
     assert sum(shape.numel() for shape, _ in kept if shape.numel() > 2) / weight.numel() == state_copies(name, more)
+
+
+@pytest.mark.parametrize(("name", "copies"), [("sgd", 1.0), ("rmsprop", 2.0)])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_a_cycle_of_momentum_gives_an_optimiser_momentum_from_its_first_step(
+    name: str, copies: float, warmup: int
+) -> None:
+    weight = nn.Parameter(torch.ones(8))
+    settings = OptimizerSettings(name, arguments={"momentum": 0.0}, schedule=Schedule("onecycle", warmup=warmup))
+    steps = PartOptimizer(settings, {"weight": weight})
+    for number in range(9):
+        weight.grad = torch.ones(8)
+        steps.step(StepCount(number, 9))
+        assert {f"weight/{key}" for key in settings.layout("weight", weight)} == set(steps.state())
+        assert steps.largest("momentum") >= 0.85
+    section = OptimizerSection(name=name, momentum=0, schedule="onecycle")
+    assert settings.state_copies(nn.Linear(2, 2)) == section.state_copies == copies
 
 
 def test_a_key_that_is_not_given_has_the_default_of_the_optimiser() -> None:
@@ -102,6 +121,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"name": "adam", "betas": 0.9}, "optimizer.betas = 0.9 is not allowed: adam takes a list of 2 numbers."),
     ({"name": "adam", "betas": [0.9]}, "optimizer.betas = [0.9] is not allowed: adam takes a list of 2 numbers."),
     ({"name": "adam", "amsgrad": 1}, "optimizer.amsgrad = 1 is not allowed: adam takes true or false."),
+    ({"name": "muon", "ns_steps": 5.5}, "optimizer.ns_steps = 5.5 is not allowed: muon takes a whole number."),
+    ({"name": "adam", "eps": 10**400}, "is not allowed: adam takes a number."),
+    ({"schedule": "exponential", "scheduling": {"gamma": 10**400}}, "it should be a number above 0"),
+    ({"schedule": "onecycle", "scheduling": {"base_momentum": 0.0}}, "it should be a number above 0, below 1"),
     ({"name": "adam", "eps": "small"}, "optimizer.eps = 'small' is not allowed: adam takes a number."),
     ({"name": "rprop", "weight_decay": 0.1}, "optimizer.weight_decay = 0.1 is no argument of rprop"),
     ({"name": "adam", "foreach": True}, "optimizer.foreach = True is no argument of adam"),

@@ -442,7 +442,7 @@ class OptimizerSection(_Section):
     @property
     def state_copies(self) -> float:
         """How many values it keeps for each weight; of a user's own, a guess."""
-        return state_copies(self.kind, self.arguments)
+        return state_copies(self.kind, self.arguments, cycles_momentum=self.learning_schedule.cycles_momentum)
 
     @model_validator(mode="after")
     def _complete(self) -> OptimizerSection:
@@ -478,8 +478,11 @@ class OptimizerSection(_Section):
     @model_validator(mode="after")
     def _schedule_fits(self) -> OptimizerSection:
         check_schedule(self.schedule, self.scheduling)
-        cycles = self.schedule == "onecycle" and self.scheduling.get("cycle_momentum", True)
-        if cycles and self.factory is None and not {"momentum", "betas"} & OPTIMIZERS[self.name].arguments.keys():
+        if (
+            self.learning_schedule.cycles_momentum
+            and self.factory is None
+            and not {"momentum", "betas"} & OPTIMIZERS[self.name].arguments.keys()
+        ):
             raise ValueError(
                 f"optimizer.schedule = 'onecycle' also changes momentum or betas, and {self.name} has neither: set "
                 "optimizer.scheduling.cycle_momentum = false"

@@ -35,6 +35,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 _MAY_BE_MISSING = ("steps",)
 _WHOLE = ("steps", "step_size")
+_MOMENTA = ("base_momentum", "max_momentum")
+_LARGEST = 1e30
 
 
 def known_schedule(name: Any) -> Any:
@@ -67,18 +69,22 @@ def _fits(key: str, value: Any) -> bool:
         return isinstance(value, bool)
     if key in _WHOLE:
         return type(value) is int and value >= 1
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if type(value) not in (int, float) or not abs(value) <= _LARGEST:  # also of integers that no float can have
         return False
-    if key in ("pct_start", "base_momentum", "max_momentum"):
+    if key == "pct_start":
         return bool(0 <= value < 1)
+    if key in _MOMENTA:
+        return bool(0 < value < 1)
     return bool(value > 0) if key in ("gamma", "div_factor", "final_div_factor") else bool(value >= 0)
 
 
 def _kind(key: str) -> str:
     if key in _WHOLE:
         return "a whole number of steps, from 1"
-    if key in ("pct_start", "base_momentum", "max_momentum"):
+    if key == "pct_start":
         return "a number from 0, below 1"
+    if key in _MOMENTA:
+        return "a number above 0, below 1"
     if key == "cycle_momentum":
         return "true or false"
     return "a number above 0" if key in ("gamma", "div_factor", "final_div_factor") else "a number from 0"
@@ -96,13 +102,23 @@ class Schedule:
     def is_constant(self) -> bool:
         return self.name == "constant" and not self.warmup
 
+    @property
+    def cycles_momentum(self) -> bool:
+        """Whether it changes momentum too: from the first step on, also during the warm-up, it has its highest."""
+        return self.name == "onecycle" and bool(self._used["cycle_momentum"])
+
+    @property
+    def _used(self) -> dict[str, Any]:
+        return {**SCHEDULES.get(self.name, {}), **self.parameters}
+
     def group(self, first: Group, number: int, total: int) -> dict[str, Any]:
         """Return what changes of a group's first settings at a step, counted from 0, of all `total` ones."""
         if number < self.warmup:
             start = 1.0 / self.warmup
-            return {"lr": first["lr"] * (start + (1.0 - start) * number / self.warmup)}
+            rate = first["lr"] * (start + (1.0 - start) * number / self.warmup)
+            return {"lr": rate, **(_with_momentum(first, self._used["max_momentum"]) if self.cycles_momentum else {})}
         number, total = number - self.warmup, max(1, total - self.warmup)
-        used = {**SCHEDULES.get(self.name, {}), **self.parameters}
+        used = self._used
         steps = used.get("steps") or total
         if self.name == "onecycle":
             return _one_cycle(first, min(number, steps - 1), steps, used)
@@ -114,9 +130,9 @@ class Schedule:
             case "constant":
                 return rate
             case "step":
-                return rate * float(used["gamma"] ** (number // used["step_size"]))
+                return rate * _power(used["gamma"], number // used["step_size"])
             case "exponential":
-                return rate * float(used["gamma"] ** number)
+                return rate * _power(used["gamma"], number)
             case "linear":
                 return rate * (1.0 + (float(used["end_factor"]) - 1.0) * number / steps)
             case "cosine":
@@ -145,6 +161,14 @@ class Schedule:
                 self.group({"lr": 1.0}, self.warmup + number, self.warmup + steps)
 
 
+def _power(gamma: float, times: int) -> float:
+    """Return gamma ** times, up to a limit far above every rate that trains."""
+    try:
+        return min(float(gamma) ** times, _LARGEST)
+    except OverflowError:
+        return _LARGEST
+
+
 def _own_factor(name: str, number: int, total: int) -> float:
     factor = call_factory(name, number, total)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
@@ -165,11 +189,12 @@ def _one_cycle(first: Group, number: int, steps: int, used: Mapping[str, Any]) -
     if used["cycle_momentum"]:
         most, least = used["max_momentum"], used["base_momentum"]
         momentum = _there_and_back((most, least, most), number, peak, last)
-        if "betas" in first:
-            changed["betas"] = (momentum, *first["betas"][1:])
-        else:
-            changed["momentum"] = momentum
+        changed |= _with_momentum(first, momentum)
     return changed
+
+
+def _with_momentum(first: Group, momentum: float) -> dict[str, Any]:
+    return {"betas": (momentum, *first["betas"][1:])} if "betas" in first else {"momentum": momentum}
 
 
 def _there_and_back(ways: tuple[float, float, float], number: int, peak: float, last: int) -> float:

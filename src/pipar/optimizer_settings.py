@@ -5,7 +5,6 @@ What they compute is in `nn/optimizers.py`; this needs no torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from pipar.errors import did_you_mean
 
 #: Arguments that a configuration has under the same name for all optimisers.
 COMMON = ("momentum", "weight_decay")
+_LARGEST = 1e300
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,13 @@ def _fits(value: Any, default: Any) -> bool:
         return isinstance(value, bool)
     if isinstance(default, tuple):
         return isinstance(value, list | tuple) and len(value) == len(default) and all(map(_is_number, value))
+    if type(default) is int:
+        return type(value) is int
     return isinstance(value, str) if default is None else _is_number(value)
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= _LARGEST  # also of integers that no float can have
 
 
 def _kind(default: Any) -> str:
@@ -160,7 +162,9 @@ def _kind(default: Any) -> str:
         return "true or false"
     if isinstance(default, tuple):
         return f"a list of {len(default)} numbers"
-    return "text" if default is None else "a number"
+    if default is None:
+        return "text"
+    return "a whole number" if type(default) is int else "a number"
 
 
 #: A user's own optimiser is expected to cost as much as this one, where it cannot be measured.
@@ -173,10 +177,10 @@ def step_cost(name: str) -> float:
     return OPTIMIZERS.get(name, OPTIMIZERS[_LIKE_OWN]).step
 
 
-def state_copies(name: str, arguments: Mapping[str, Any]) -> float:
-    """Return how many values an optimiser keeps for each weight."""
+def state_copies(name: str, arguments: Mapping[str, Any], *, cycles_momentum: bool = False) -> float:
+    """Return how many values an optimiser keeps for each weight; one whose schedule cycles momentum has some."""
     if name == OWN:
         return OPTIMIZERS[_LIKE_OWN].state
     known = OPTIMIZERS[name]
-    used = {**known.arguments, **arguments}
+    used = {**known.arguments, **arguments, **({"momentum": True} if cycles_momentum else {})}
     return known.state + sum(more for key, more in known.adds.items() if used[key])

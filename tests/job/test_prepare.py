@@ -212,7 +212,7 @@ def test_a_wrong_file_is_refused_before_this_machine_is_measured(
         raise AssertionError("measured")
 
     monkeypatch.setattr("pipar.job.prepare.measured_profile", measure)
-    monkeypatch.setattr("pipar.job.prepare.find_profile", lambda _: None)
+    monkeypatch.setattr("pipar.job.prepare.cached_profile", lambda *_: None)
     settings = ["model.name=resnet18", "data.name=synthetic", "data.samples_per_device=2"]
     config = load_config(None, [*settings, f'devices.profile="{profile}"'])  # the server is this machine
     with pytest.raises(ConfigError, match=r"vgg5\.json is of by hand with 5 layers, but resnet18 has 10"):
@@ -475,8 +475,10 @@ def test_steps_and_memory_are_those_of_the_optimiser(profile: Path, name: str, c
 def test_a_profile_is_measured_with_the_optimiser_and_kept_for_it(profile: Path, tmp_path: Path) -> None:  # noqa: ARG001
     data = {"name": "synthetic", "shape": [1, 4, 4], "samples_per_device": 20, "validation": 0, "test": 0}
     found = []
-    for name in ("sgd", "adam"):
-        tree = {"data": data, "run": {"batch_size": 10}, "optimizer": {"name": name}}
+    for section in ({"name": "sgd"}, {"name": "adam"}, {"name": "sgd", "momentum": 0.0}, {"name": "sgd"}):
+        tree = {"data": data, "run": {"batch_size": 10}, "optimizer": section}
         workload = Workload(config_from(tree))
         found.append(measured_profile(workload, workload.checked_model(), budget_s=0.01))
-    assert [(one.optimizer, one.state_copies) for one in found] == [("sgd", 1.0), ("adam", 2.0)]
+    assert [(one.optimizer, one.state_copies) for one in found] == [
+        ("sgd", 1.0), ("adam", 2.0), ("sgd", 0.0), ("sgd", 1.0)
+    ]  # fmt: skip

@@ -30,6 +30,14 @@ class ByOneNorm(torch.optim.SGD):
         super().step(closure)
 
 
+class ClippingByOneNorm(torch.optim.SGD):
+    """Clips by the norm of all gradients, which shows only if that is large."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        torch.nn.utils.clip_grad_norm_([weight for group in self.param_groups for weight in group["params"]], 1e3)
+        super().step(closure)
+
+
 class Counting(torch.optim.SGD):
     """Keeps a number and a list, which are no tensors."""
 
@@ -73,6 +81,7 @@ def only_weights(named: Named) -> torch.optim.Optimizer:
 
 WRONG: list[tuple[Any, str]] = [
     (of(ByOneNorm, lr=0.1), "an optimiser that couples parameters cannot train a network whose layers are on two"),
+    (of(ClippingByOneNorm, lr=0.1), "an optimiser that couples parameters cannot train a network whose layers are on"),
     (of(torch.optim.LBFGS), "returned LBFGS, which evaluates the loss several times a step"),
     (of(torch.optim.SparseAdam), "returned SparseAdam, which takes sparse gradients only"),
     (lambda _: "sgd", "returned str, not a torch.optim.Optimizer"),

@@ -8,6 +8,7 @@ import signal
 import tracemalloc
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.hand_made_job import CONFIG, job
@@ -369,6 +370,23 @@ def test_after_a_crash_the_files_have_no_round_twice_and_none_that_is_lost(tmp_p
     once_more = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
     once_more.resume(found)
     assert once_more.trained_again == 2
+
+
+@pytest.mark.parametrize(
+    ("notes", "reasons"),
+    [({}, ("lossy encoding",)), ({"equivalence_reasons": []}, ()), ({"spent": {}}, ("lossy encoding",))],
+)
+def test_a_checkpoint_that_knows_no_reasons_has_those_of_its_plans(
+    tmp_path: Path, notes: dict[str, Any], reasons: tuple[str, ...]
+) -> None:
+    lossy = {name: replace(plan, up="int8") for name, plan in job().plans.items()}
+    folder = RunFolder(tmp_path, job(), world="real", command="pipar server", has_checkpoints=True)
+    log = PackedRows([{"pi-1": 20, "pi-2": 20}])
+    folder.resume(Checkpoint(1, EMPTY, {}, lossy, {}, PackedRows([EPOCH.to_dict()]), log, notes))
+    watch = folder.event_recorder(ignore)
+    watch(Replanned(2, {name: asdict(plan) for name, plan in job().plans.items()}, "links have changed"))
+    train_rounds(folder, 2, saved=2)
+    assert folder.equivalence_reasons == reasons
 
 
 def test_after_a_crash_at_the_end_of_the_last_round_the_result_is_still_to_be_written(tmp_path: Path) -> None:

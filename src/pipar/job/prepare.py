@@ -17,6 +17,7 @@ from pipar.job.job import Job
 from pipar.job.plans import Rehearse, with_plans
 from pipar.job.profiles import (
     NetworkProfiles,
+    cached_profile,
     count_network,
     counts_of_shape,
     measured_profile,
@@ -28,7 +29,6 @@ from pipar.leakage.table import Subject
 from pipar.methods import METHODS
 from pipar.planner.candidates import check_given
 from pipar.privacy.budget import choose_noise
-from pipar.profiling.cache import find_profile
 from pipar.profiling.machines import MACHINES
 from pipar.profiling.operation_counts import known_counts
 from pipar.profiling.profile import item_bytes
@@ -110,7 +110,8 @@ def unplanned_timing_only_job(config: Config, observe: Observer = ignore) -> Job
             or counts_of_shape(config, shape, classes)
         ),
         measure=lambda: (
-            find_profile(profile_key(config, shape, classes)) or profile_of_shape(config, shape, classes, observe)
+            cached_profile(profile_key(config, shape, classes), config.optimizer)
+            or profile_of_shape(config, shape, classes, observe)
         ),
     )
     job = _job(config, profiles, sizes, Subject.of(config, config.model.name, config.data.name, shape))

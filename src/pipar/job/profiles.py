@@ -255,7 +255,7 @@ def _kept_profile(
     key: dict[str, object], config: Config, memory_bytes: int | None, *, batch_statistics: bool
 ) -> Profile | None:
     """Return a cached profile of the whole network if that fits into memory, else one for this limit."""
-    whole = find_profile(key)
+    whole = cached_profile(key, config.optimizer)
     if memory_bytes is None:
         return whole
     if whole is not None:
@@ -263,7 +263,13 @@ def _kept_profile(
         fitting = largest_prefix(whole, size, memory_bytes, batch_statistics=batch_statistics)
         if fitting == len(whole.layers):
             return whole
-    return find_profile(_cut_key(key, memory_bytes))
+    return cached_profile(_cut_key(key, memory_bytes), config.optimizer)
+
+
+def cached_profile(key: dict[str, object], optimizer: OptimizerSection) -> Profile | None:
+    """Return a profile of an earlier run; SGD with and without momentum share one, and differ in what they keep."""
+    found = find_profile(key)
+    return None if found is None else _of_optimizer(found, optimizer)
 
 
 def _cut_key(key: dict[str, object], memory_bytes: int) -> dict[str, object]:

@@ -75,7 +75,6 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     workload.observe = observe
     samples, model = workload.keep_only_shard(options.name), workload.checked_model(initial=False)
     workload.optimizer().check(model)
-    workload.optimizer().check(model)
     check_schedule(config, {options.name: len(samples)}, batch_statistics=uses_batch_statistics(model))
     guard = device_guard(config, seed, cuts=allowed_cuts(workload, model), budget_file=budget_file)
     profile = without_sample_statistics(

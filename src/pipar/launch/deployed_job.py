@@ -57,7 +57,6 @@ def job_without_devices(workload: Workload, observe: Observer) -> Job:
     workload.optimizer().check(model)
     config.optimizer.learning_schedule.check_function(config.run.epochs)
     _check_plans(config, len(model), workload.model_name)
-    workload.optimizer().check(model)
     limit = LeakageLimit.of(config, Subject.of(config, workload.model_name, workload.data_name, workload.input_shape))
     return Job(
         config=config,

@@ -35,6 +35,8 @@ _NUMBER = "="
 #: A user's own optimiser is tried out on this many small parameters of the network.
 _TRIED, _SMALL_VALUES = 6, 1 << 16
 _SAME = 1e-9
+#: Of its gradients: some optimisers couple parameters only above a threshold, as by clipping.
+_SCALES = (1.0, 1.0, 1e6, 1e-6)
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,9 @@ class OptimizerSettings:
         tried = _tried(model)
         if self.over(model) is None:
             return
-        together = self._after_two_steps(tried)
+        together = self._after_steps(tried)
         for name, weight in tried.items():
-            alone = self._after_two_steps({name: weight})[name]
+            alone = self._after_steps({name: weight})[name]
             if not torch.allclose(alone, together[name], rtol=_SAME, atol=_SAME):
                 raise ConfigError(
                     f"{self._what} changes '{name}' in another way if it trains other parameters too: an optimiser "
@@ -147,13 +149,13 @@ class OptimizerSettings:
                         f"are '{names[0]}', ..., '{names[-1]}'."
                     )
 
-    def _after_two_steps(self, named: Parameters) -> dict[str, torch.Tensor]:
-        """Return what two steps make of copies of these parameters, in float64, where rounding does not show."""
+    def _after_steps(self, named: Parameters) -> dict[str, torch.Tensor]:
+        """Return what some steps make of copies of these parameters, in float64, where rounding does not show."""
         copies = {name: nn.Parameter(weight.detach().double().clone()) for name, weight in named.items()}
         made = self.build(copies)
-        for seed in (0, 1):
+        for seed, scale in enumerate(_SCALES):
             for weight in copies.values():
-                weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)).double()
+                weight.grad = scale * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)).double()
             made.step()
         for name, weight in copies.items():
             dict(_tensors(made.state[weight], self._what, name))  # raises if it cannot be moved
@@ -163,14 +165,14 @@ class OptimizerSettings:
         """Return the shape and dtype of each state that a parameter has after a step, by its key."""
         copy = nn.Parameter(torch.zeros_like(weight))
         copy.grad = torch.zeros_like(weight)
-        made = self.build({name: copy})
+        made = PartOptimizer(self, {name: copy})
         made.step()
-        return {key: (one.shape, one.dtype) for key, one in _tensors(made.state[copy], self._what, name)}
+        return {place.rpartition("/")[2]: (one.shape, one.dtype) for place, one in made.state().items()}
 
     def state_copies(self, model: nn.Module) -> float:
         """Return how many values it keeps for each weight; a user's own optimiser is tried out on small ones."""
         if self.factory is None:
-            return state_copies(self.name, self.arguments)
+            return state_copies(self.name, self.arguments, cycles_momentum=self.schedule.cycles_momentum)
         tried = _tried(model)
         states = (one for name, weight in tried.items() for one in self.layout(name, weight).values())
         kept = sum(shape.numel() * dtype.itemsize for shape, dtype in states)

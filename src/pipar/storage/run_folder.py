@@ -6,9 +6,9 @@ import json
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from pipar.events import (
     Scores,
 )
 from pipar.execution.spans import Span, excerpt
-from pipar.job.equivalence import EquivalenceLog
+from pipar.job.equivalence import EquivalenceLog, equivalence_reasons
 from pipar.job.job import Job
 from pipar.methods import Plan, plans_as_json
 from pipar.privacy.budget import PrivacyAccountant
@@ -170,7 +170,7 @@ class RunFolder:
             _epoch_of(number, known.get(number), counted) for number, counted in enumerate(log, start=1)
         )
         self.plans = dict(found.plans)
-        self._equivalence.resume(self.plans, found.notes.get("equivalence_reasons", ()))
+        self._equivalence.resume(self.plans, self._reasons_before(found))
         self.accountant.resume(found.notes.get("spent", {}))
         self.drawn = dict(found.notes.get("drawn", {}))
         self._safe_round = max(self._safe_round, done)
@@ -197,6 +197,15 @@ class RunFolder:
     def update_job(self, job: Job) -> None:
         """Replace the job: a device has joined."""
         self._job = job
+
+    def _reasons_before(self, found: Checkpoint) -> Iterable[str]:
+        """Return the reasons of the rounds before a checkpoint; one of version 1 has none, only the last plans."""
+        known: Iterable[str] | None = found.notes.get("equivalence_reasons")
+        if known is not None:
+            return known
+        averaged = max(map(len, found.round_log), default=1)
+        facts = replace(self._job.equivalence_facts, plans=frozenset(found.plans.values()), averaged=averaged)
+        return equivalence_reasons(facts)
 
     @property
     def equivalence_reasons(self) -> tuple[str, ...]:
