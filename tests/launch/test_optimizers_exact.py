@@ -213,14 +213,28 @@ def test_each_side_can_clip_by_its_own_norm() -> None:
     assert make_job(across.workload(model)).equivalence == "exact"
 
 
-@pytest.mark.parametrize("method", ["sl", "sfl2", "fl", "sfl"])
+@pytest.mark.parametrize("method", ["fl", "sfl"])
 def test_every_method_trains_with_clipping_that_it_allows(method: str) -> None:
-    clip = "side" if method in ("sl", "sfl2") else "global"
-    case = replace(case_of("adamw", "keep", (2, 2, 2), (1,), clip_norm=0.1, clip=clip), method=method)
-    state = train(case, network())
-    if clip == "global":
-        how = replace(plain_of("adamw", "keep"), clip_norm=0.1)
-        assert largest_error(state, expected(case, network(), how)) < EXACT
+    case = replace(case_of("adamw", "keep", (2, 2, 2), (1,), clip_norm=0.1), method=method)
+    how = replace(plain_of("adamw", "keep"), clip_norm=0.1)
+    assert largest_error(train(case, network()), expected(case, network(), how)) < EXACT
+
+
+def test_sfl2_of_one_device_trains_with_clipping_by_side() -> None:
+    case = replace(case_of("adamw", "keep", (2,), (1,), clip_norm=0.1, clip="side"), method="sfl2")
+    how = replace(plain_of("adamw", "keep"), clip_norm=0.1, clip_sides=sides)
+    assert largest_error(train(case, network()), expected(case, network(), how)) < EXACT
+
+
+def test_in_sl_the_shared_model_has_the_learning_rate_of_the_device_that_trains_it() -> None:
+    more = {"clip_norm": 0.1, "clip": "side", "schedule": "linear"}
+    case, model = replace(case_of("adamw", "reset", (2, 2, 2), (1,), **more), method="sl"), network()
+    how = replace(plain_of("adamw", "keep"), clip_norm=0.1, clip_sides=sides)
+    how = replace(how, schedule=lambda made, steps: lr_scheduler.LinearLR(made, 1.0, 0.0, steps))
+    data = reference_data(case.workload(model))
+    found, given = train(case, model), plain.train_in_turn(model, data, how, sides)
+    assert largest_error(found, given) < EXACT
+    assert largest_error(found, plain.train_in_turn(model, data, replace(how, schedule=None), sides)) > VISIBLE
 
 
 def test_state_that_is_lost_on_the_way_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +251,7 @@ def test_processes_train_with_adamw_a_schedule_and_clipping_to_the_bits_of_virtu
 ) -> None:
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    more = {"schedule": "cosine", "warmup": 1, "clip_norm": 0.5, "decay_norms_and_biases": False}
+    more = {"schedule": "cosine", "warmup": 2, "clip_norm": 0.5, "decay_norms_and_biases": False}
     case = replace(case_of("adamw", keep, (1, 3, Q), (3, 7, 1), **more), even=True)
     workload, file = case.workload(), tmp_path / "profile.json"
     hand_made_profile(workload.build_model(), workload.input_shape, case.dtype).save(file)
@@ -249,8 +263,8 @@ def test_processes_train_with_adamw_a_schedule_and_clipping_to_the_bits_of_virtu
         return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
 
     def schedule(optimizer: torch.optim.Optimizer, steps: int) -> lr_scheduler.LRScheduler:
-        first = lr_scheduler.LinearLR(optimizer, 1.0, 1.0, 1)
-        return lr_scheduler.SequentialLR(optimizer, [first, lr_scheduler.CosineAnnealingLR(optimizer, steps - 1)], [1])
+        first = lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 2)
+        return lr_scheduler.SequentialLR(optimizer, [first, lr_scheduler.CosineAnnealingLR(optimizer, steps - 2)], [2])
 
     how = Plain(make, keep == "keep", schedule, clip_norm=0.5)
     wanted = plain.train(workload.build_model(), reference_data(workload), how)

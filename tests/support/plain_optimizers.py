@@ -54,6 +54,28 @@ def train(model: nn.Module, data: Data, plain: Plain) -> State:
     return models[0].state_dict()
 
 
+def train_in_turn(
+    model: nn.Module, data: Data, plain: Plain, sides: Callable[[nn.Module], Sequence[Sequence[nn.Parameter]]]
+) -> State:
+    """Return the state after split learning: devices train one network in turn.
+
+    The optimiser of a device's side starts again with each turn, and that of the server's side is kept. Both follow the
+    schedule of the device.
+    """
+    own = copy.deepcopy(model).train()
+    settings = [groups_at_each_step(plain, model, sum(map(len, device))) for device in data]
+    kept = plain.make(own)
+    first = {id(weight) for weight in sides(own)[0]}
+    for epoch in range(len(data[0])):
+        for device, at in zip(data, settings, strict=True):
+            for weight in [weight for weight in kept.state if id(weight) in first]:
+                del kept.state[weight]
+            for batch in device[epoch]:
+                set_groups(kept, next(at))
+                step(own, kept, batch, plain, [])
+    return own.state_dict()
+
+
 def groups_at_each_step(plain: Plain, model: nn.Module, steps: int) -> Iterator[list[dict[str, object]]]:
     """Yield the settings of the optimiser's groups before each step, as torch's schedule makes them."""
     optimizer = plain.make(copy.deepcopy(model))
