@@ -136,7 +136,7 @@ def test_the_best_model_survives_a_killed_server(tmp_path: Path, profiles: Path)
         server.kill()
         here.let_go("pi-3")
         # From here on the loss becomes worse.
-        worse = here.server("--resume", "--set", "optimizer.learning_rate=3.0", listen=address)
+        worse = here.server("--resume", "--set", "optimizer.learning_rate=1.2", listen=address)
         assert (worse.ends(), device.ends()) == (0, 0)
         result = here.result()
         known = [epoch["val_loss"] for epoch in result["epochs"]]
