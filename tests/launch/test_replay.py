@@ -64,6 +64,15 @@ def test_a_replay_of_several_passes_in_a_round_takes_the_same_seconds(tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("share", [2, 0.6])
+def test_the_devices_that_were_drawn_take_part_in_the_same_rounds_again(tmp_path: Path, share: float) -> None:
+    run = record(tmp_path, recorded_job(epochs=4, run={"devices_per_round": share, "seed": 3}))
+    assert len({tuple(counted) for counted in run.counted}) > 1
+    # With other devices, a round takes up to a quarter longer.
+    assert same(replayed(run.path), run.seconds, 0.01)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("link", [STEADY, CHANGING], ids=["steady", "changing"])
 def test_a_replay_takes_the_same_seconds(tmp_path: Path, link: object) -> None:
     run = record(tmp_path, recorded_job(link))

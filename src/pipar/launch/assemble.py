@@ -69,6 +69,7 @@ class ServerSetup:
     accountant: PrivacyAccountant | None = None  # with what the devices have spent of their privacy budgets before
     should_stop: Callable[[], bool] = lambda: False  # whether the caller wants no further round
     drawn: Mapping[str, int] = field(default_factory=dict)  # rounds before, by device, if devices are drawn
+    draw: Draw | None = None  # draws them, if not by the seed
     done: Sequence[float | None] = ()  # the validation losses of the epochs that were trained before
 
 
@@ -136,7 +137,7 @@ class _ServerBuilder:
             method=job.method,
             epochs=config.run.epochs,
             local_epochs=config.run.local_epochs,
-            draw=Draw(config.run.devices_per_round, config.run.seed, self._setup.drawn),
+            draw=self._setup.draw or Draw(config.run.devices_per_round, config.run.seed, self._setup.drawn),
             patience=config.run.patience,
             plans=job.plans,
             min_devices=config.server.min_devices or len(job.specs) or most_devices(config),

@@ -25,6 +25,7 @@ from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.launch.replay_parts import (
     OrderedLanes,
     RecordedDeadline,
+    RecordedDraw,
     RecordedOrder,
     RecordedPlans,
     ReplayedLearner,
@@ -141,6 +142,7 @@ class _Replay:
         self._job = job
         self._change = change
         self._plans = {flight.epoch_of(one): one.plans for one in flight.rounds}
+        self._drawn = {flight.epoch_of(one): one.times.devices.keys() | one.times.down for one in flight.rounds}
         self._clock = ReplayClock(flight, self._round_begins, follows_devices=change.is_none)
         self._times = RecordedTimes(flight, job, self._plan_of)
         self._job = replace(job, server_profile=replace(job.server_profile, changes_share=self._times.changes_share()))
@@ -215,6 +217,7 @@ class _Replay:
                 emit=emit,
                 observe=self._observe,
                 replanner=RecordedPlans(plans),
+                draw=RecordedDraw(job.config.run.devices_per_round, self._drawn),
                 deadline=self._deadline if job.config.server.round_deadline == "auto" else None,
             ),
         )

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from pipar.execution.lanes import Ended, Step, VirtualLanes
 from pipar.execution.work import Work
@@ -18,6 +18,7 @@ from pipar.planner.replanner import MeasuredLink, Replanner
 from pipar.recording.flight import RecordedRound
 from pipar.recording.stage_times import begins_micro_batch
 from pipar.server.enrolment import ClosedEnrolment
+from pipar.server.sampling import Draw
 from pipar.server.session import Session
 from pipar.wire.messages import Body
 
@@ -49,6 +50,18 @@ class ReplayedLearner(SizesOnlyLearner):
     def pack(self, device: str, *, changes: bool = False, frozen: bool = True) -> Body:
         size = self.changes_bytes(device) if changes else None
         return super().pack(device, changes=changes, frozen=frozen) if size is None else Body(size, encoding="changes")
+
+
+class RecordedDraw(Draw):
+    """Draws the devices that took part in the recorded round; by the seed where none of them is present."""
+
+    def __init__(self, share: int | float | Literal["all"], rounds: Mapping[int, Collection[str]]) -> None:
+        super().__init__(share)
+        self._rounds = rounds
+
+    def next(self, epoch: int, present: Collection[str], least: int = 1) -> list[str]:
+        drawn = sorted(set(present).intersection(self._rounds.get(epoch, ())))
+        return drawn if drawn and self.is_partial else super().next(epoch, present, least)
 
 
 class RecordedPlans(Replanner):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from pipar.config import Config, DeviceSpec
+from pipar.config import Config, DeviceSpec, drawn_devices
 from pipar.config_file import config_from
 from pipar.errors import ConfigError, InputError, PiparError
 from pipar.job.job import Job
@@ -223,12 +223,14 @@ def _replayed_config(header: Mapping[str, Any], devices: int, rounds: int) -> Co
     """Return what the replay needs of the recorded configuration: nothing that refers to files or code."""
     tree = tomllib.loads(header["configuration"])
     run, server, privacy = tree["run"], tree["server"], dict(tree.get("privacy", {}))
-    noise = header["noise_multiplier"]
+    noise, drawn = header["noise_multiplier"], run.get("devices_per_round", "all")
+    if isinstance(drawn, int):
+        drawn = max(1, min(drawn, devices))  # fewer may have come than were configured
     wanted = {"clip": privacy.get("clip", 1.0), "pixel_epsilon": privacy.get("pixel_epsilon")}
     wanted |= {"noise_multiplier": noise or None}
     return config_from(
         {
-            "run": {**{key: run[key] for key in _OF_RUN if key in run}, "epochs": rounds},
+            "run": {**{key: run[key] for key in _OF_RUN if key in run}, "epochs": rounds, "devices_per_round": drawn},
             "model": {"dtype": tree["model"]["dtype"]},
             "optimizer": _replayed_optimizer(tree["optimizer"]),
             "plan": {"replan": False, "schedule": tree["plan"]["schedule"], "window": tree["plan"]["window"]},
@@ -237,7 +239,7 @@ def _replayed_config(header: Mapping[str, Any], devices: int, rounds: int) -> Co
                 "cores": min(_MOST_CORES, _whole(header["cores"])),
                 "speed": server["speed"],
                 "round_deadline": server.get("round_deadline", "auto"),
-                "min_devices": _whole(header["min_devices"]),
+                "min_devices": min(_whole(header["min_devices"]), drawn_devices(drawn, devices) or 1),
                 # A replay ends the session of a lost device when the server did.
                 "resume_window": 0.0,
             },
