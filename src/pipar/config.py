@@ -17,7 +17,7 @@ from pipar.errors import ConfigError, InputError
 from pipar.learning_schedules import SCHEDULES, Schedule, check_schedule, known_schedule
 from pipar.links import Link, parse_link
 from pipar.methods import METHODS
-from pipar.metric_settings import check_names
+from pipar.metric_settings import VAL_LOSS, check_names
 from pipar.optimizer_settings import COMMON, OPTIMIZERS, OWN, check_arguments, known_optimizer, state_copies
 from pipar.units import parse_duration, parse_size, split_address
 
@@ -251,6 +251,7 @@ class RunSection(_Section):
     seed: NotNegative = 0
     patience: Positive | None = None
     keep: Literal["best", "last"] = "last"  # the model in model.safetensors
+    monitor: str = VAL_LOSS  # what patience and the best model go by; or the name of a metric
     trace: Literal["auto", "full", "sampled", "off"] = "auto"
     trackers: Annotated[tuple[str, ...], BeforeValidator(_trackers)] = ()
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pipar.metric_settings import Monitor
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -28,6 +30,12 @@ class Scores:
     loss: float | None = None
     accuracy: float | None = None  # None if the task has no classes
     metrics: dict[str, float] = field(default_factory=dict)  # by name
+    monitor: Monitor = field(default_factory=Monitor)
+
+    @property
+    def compared(self) -> float | None:
+        """What the best model goes by; lower is better."""
+        return self.monitor.of(self.loss, self.metrics)
 
 
 @dataclass(frozen=True)

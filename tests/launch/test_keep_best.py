@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,49 @@ def test_the_model_with_the_lowest_validation_loss_is_kept_and_the_last_one_save
     assert result.test_accuracy == shorter.test_accuracy
     assert not (result.folder / "best").exists()
     assert [e["seconds"] for e in result.epochs] == [e["seconds"] for e in last.epochs]
+
+
+def sharpness(output: torch.Tensor, _: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+def bluntness(output: torch.Tensor, _: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+bluntness.higher_is_better = False  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("metric", "best_of"), [(sharpness, max), (bluntness, min)])
+def test_the_model_with_the_best_monitored_metric_is_kept(
+    run: Callable[..., Result], metric: Any, best_of: Any
+) -> None:
+    name = metric.__name__
+    result = run(settings=[*ROUGH, f"run.monitor={name}"], metrics={name: metric})
+    known = [epoch["val_metrics"][name] for epoch in result.epochs]
+    assert len(set(known)) == 6
+    assert result.content["kept_epoch"] == known.index(best_of(known)) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_better", "epochs"), [(True, 6), (False, 3)])
+def test_patience_goes_by_the_monitored_metric(run: Callable[..., Result], is_better: bool, epochs: int) -> None:
+    calls = count()
+
+    def later(_: Any, __: Any) -> float:
+        return next(calls)
+
+    later.higher_is_better = is_better  # type: ignore[attr-defined]
+    settings = ["run.epochs=6", "run.patience=1", "run.monitor=later"]
+    result = run(settings=settings, metrics={"later": later})
+    # Validation runs during the next round, so the training stops one epoch later.
+    assert len(result.epochs) == epochs
+
+
+def test_a_monitored_metric_that_is_not_computed_is_refused(run: Callable[..., Result]) -> None:
+    with pytest.raises(ConfigError, match=r"run\.monitor = 'f1' is neither 'val_loss' nor a metric of this training"):
+        run(settings=["run.keep=best", "run.monitor=f1"])
 
 
 @pytest.mark.slow

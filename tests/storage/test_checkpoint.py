@@ -341,6 +341,7 @@ def test_unexpected_content_is_reported_in_one_sentence(tmp_path: Path, monkeypa
         ({"run": {"seed": 1}}, "there run.seed was 0"),
         ({"data": {"name": "synthetic"}}, 'there data.name was "digits"'),
         ({"task": {"label_smoothing": 0.1}}, "there task.label_smoothing was 0.0, and the configuration says 0.1"),
+        ({"run": {"monitor": "f1"}}, 'there run.monitor was "val_loss", and the configuration says "f1"'),
         ({"task": {"loss": "nll"}}, 'there task.loss was "cross_entropy"'),
     ],
 )

@@ -17,6 +17,7 @@ from rich.text import Text
 from pipar.config import Config
 from pipar.leakage.table import as_rows, how_lines, last_line
 from pipar.methods import Plan
+from pipar.metric_settings import VAL_LOSS
 from pipar.monitoring.epoch_lines import metrics_text, number_text, percent
 from pipar.storage.run_json import plan_from_json
 from pipar.units import format_bytes
@@ -109,7 +110,8 @@ def result_table(result: Result, config: Config) -> RenderableType:
     if content.get("test_metrics"):
         table.add_row("test metrics", metrics_text(content["test_metrics"]))
     if config.run.keep == "best" and epochs:
-        table.add_row("kept model", f"of epoch {content['kept_epoch']}, with the lowest validation loss")
+        best = "lowest validation loss" if config.run.monitor == VAL_LOSS else f"best {config.run.monitor}"
+        table.add_row("kept model", f"of epoch {content['kept_epoch']}, with the {best}")
     privacy = privacy_text(content, config, "\n")
     if privacy is not None:
         table.add_row("privacy", privacy)

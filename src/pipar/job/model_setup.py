@@ -38,6 +38,7 @@ def make_learner(job: Job, workload: Workload, *, trusts_devices: bool = True) -
         cache_bytes=job.config.server.activation_cache,
         frozen_layers=job.server_profile.frozen_layers,
         metrics=workload.metrics,
+        monitor=workload.monitor,
     )
     aggregator = make_aggregator(job.config.server.aggregator, job.config.server.aggregation)
     return TorchLearner(workload.initial_model(), job.split_points, settings, aggregator)

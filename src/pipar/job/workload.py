@@ -27,7 +27,7 @@ from pipar.job.cut_cache import kept_line
 from pipar.job.own_function import OWN, OwnFunction, checked_function
 from pipar.job.own_module import OwnModule
 from pipar.methods import METHODS
-from pipar.metric_settings import is_own, shown_name
+from pipar.metric_settings import VAL_LOSS, Monitor, is_own, shown_name
 from pipar.nn.cut_list import CutList
 from pipar.nn.cut_listing import layer_cuts
 from pipar.nn.frozen import check_stays_frozen, check_trains, freeze
@@ -381,6 +381,21 @@ class Workload:
         """The metrics of held-out sets."""
         return named_metrics({name: self._metric(name) for name in self.config.task.metrics}, self.task)
 
+    @cached_property
+    def monitor(self) -> Monitor:
+        """What the best model goes by."""
+        wanted = self.config.run.monitor
+        if wanted == VAL_LOSS:
+            return Monitor()
+        found = next((metric for metric in self.metrics if metric.name == wanted), None)
+        if found is None:
+            names = ", ".join([VAL_LOSS, *(metric.name for metric in self.metrics)])
+            raise ConfigError(
+                f"run.monitor = '{wanted}' is neither '{VAL_LOSS}' nor a metric of this training: write one of "
+                f"{names}, or add it to task.metrics."
+            )
+        return Monitor(found.name, found.higher_is_better)
+
     def _metric(self, name: str) -> Callable[..., Any] | None:
         """Return a user's function; None for a metric that pipar knows."""
         given = self.user_objects.metrics.get(shown_name(name)) if name.startswith(f"{OWN}:") else None
@@ -389,7 +404,8 @@ class Workload:
         return load_factory(name) if is_own(name) else None
 
     def check_metrics(self, model: nn.Module) -> None:
-        """Raise ConfigError if a metric cannot be computed of what the network returns."""
+        """Raise ConfigError if a metric cannot be computed of what the network returns, or is not known."""
+        _ = self.monitor
         if self.metrics:
             output = example_output(model, self.form)
             targets = self.task.random(2, torch.Generator().manual_seed(0))

@@ -41,6 +41,7 @@ from pipar.launch.deployed_process import (
 from pipar.launch.final_model import final_files
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import started_event
+from pipar.metric_settings import VAL_LOSS
 from pipar.monitoring.tracker_threads import Tracking, tracked
 from pipar.nn.learner import TorchLearner
 from pipar.planner.background_search import SearchProcess
@@ -153,8 +154,9 @@ class _Run:
 
     @property
     def val_losses(self) -> list[float | None]:
-        """The validation losses of the complete rounds."""
-        return [result.val_loss for result in self.folder.epochs]
+        """The validation losses of the complete rounds, or what is monitored instead; lower is better."""
+        monitor = self.workload.monitor
+        return [monitor.of(result.val_loss, result.val_metrics) for result in self.folder.epochs]
 
     def reason_finished(self) -> str | None:
         """Return why a resumed training has no rounds left; None if it has some."""
@@ -217,7 +219,8 @@ def reason_finished(config: Config, val_losses: Sequence[float | None]) -> str |
         return f"All {done} rounds are trained. Increase run.epochs to train more."
     # Validation runs during the next round, so the training, too, has stopped without the last loss.
     if patience is not None and stale_epochs(val_losses[:-1]) >= patience:
-        return f"The validation loss has not improved for {patience} rounds. Increase run.patience to train more."
+        what = "validation loss" if config.run.monitor == VAL_LOSS else config.run.monitor
+        return f"The {what} has not improved for {patience} rounds. Increase run.patience to train more."
     return None
 
 

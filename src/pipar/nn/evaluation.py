@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pipar.events import Scores
+from pipar.metric_settings import Monitor
 from pipar.nn.inputs import Inputs, call
 from pipar.nn.losses import ClassLoss, Targets
 from pipar.nn.metrics import NamedMetric
@@ -21,8 +22,11 @@ Load = Callable[[], tuple[Inputs, Targets]]
 class Evaluator:
     """Evaluates one model on one batch after another."""
 
-    def __init__(self, model: nn.Module, task: Task, metrics: Sequence[NamedMetric] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, task: Task, metrics: Sequence[NamedMetric] = (), monitor: Monitor | None = None
+    ) -> None:
         self._model = model
+        self._monitor = monitor or Monitor()
         self._task = task
         self._metrics = {metric.name: metric.make() for metric in metrics}
         self._loss_sum = 0.0
@@ -45,7 +49,8 @@ class Evaluator:
         """Return the scores over all batches so far."""
         loss = self._loss_sum / self._count if self._count else None
         metrics = {name: metric.value() for name, metric in self._metrics.items()}
-        return Scores(loss, self._correct / self._answers if self._answers else None, metrics)
+        accuracy = self._correct / self._answers if self._answers else None
+        return Scores(loss, accuracy, metrics, self._monitor)
 
 
 def correct_answers(loss: Any, output: Any, targets: Any) -> tuple[int, int]:

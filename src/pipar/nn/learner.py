@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from pipar.errors import (
     describe,
     is_lack_of_memory,
 )
+from pipar.metric_settings import Monitor
 from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
 from pipar.nn.evaluation import Evaluator, Load
 from pipar.nn.frozen import changing_state, frozen_layers, frozen_names
@@ -53,6 +54,7 @@ class LearnerSettings:
     trusts_devices: bool = True  # all devices are the program's own
     cache_bytes: int = 0  # of each device's activations that are kept at most
     metrics: Sequence[NamedMetric] = ()  # of held-out sets
+    monitor: Monitor = field(default_factory=Monitor)  # which of them the best model goes by
     frozen_layers: int = 0  # first layers without anything to train: their devices need no gradients
 
 
@@ -251,7 +253,7 @@ class TorchLearner:
         # Weights are shared; buffers are copied, because a forward may write to them.
         weights = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in self.model.parameters()}
         model = copy.deepcopy(whole_module(self.model), weights).eval()
-        return Evaluator(model, self._settings.task, self._settings.metrics)
+        return Evaluator(model, self._settings.task, self._settings.metrics, self._settings.monitor)
 
     def part_bytes(self, device: str, *, frozen: bool = True) -> int:
         """Return the size of the device's part, with or without its frozen parameters."""

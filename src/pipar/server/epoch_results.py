@@ -171,7 +171,7 @@ class ResultCollector:
         epoch = self._epoch(number)
         epoch.validated, epoch.scores = True, scores
         epoch.validation = self._background.take(number)
-        self._losses.append(scores.loss)
+        self._losses.append(scores.compared)
         self._emit_complete()
 
     def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
@@ -221,7 +221,7 @@ class ResultCollector:
             await self.complete(last_epoch)
 
     async def stale_epochs(self, number: int) -> int:
-        """Return the number of epochs, up to this one, since the validation loss last improved."""
+        """Return the number of epochs, up to this one, since what is monitored last improved."""
         while len(self._losses) < number:
             await self._wait()
         return stale_epochs(self._losses[:number])

@@ -65,8 +65,8 @@ class Validation:
             work = Work("validate", epoch, samples=samples)
             await self._background.run((work, partial(evaluate, batch)))
         scores = evaluate.scores()
-        if self._best is not None and scores.loss is not None:
-            await self._background.run((copy, partial(self._best.offer, epoch, scores.loss, model)))
+        if self._best is not None and scores.compared is not None:
+            await self._background.run((copy, partial(self._best.offer, epoch, scores.compared, model)))
         self._results.add_validation(epoch, scores)
 
     def _copy(self) -> tuple[Evaluator, Body]:

@@ -70,7 +70,7 @@ def identity_of(config: Config) -> dict[str, Any]:
     different losses cannot be compared to find the best model.
     """
     sections = {
-        "run": config.run.model_dump(mode="json", include={"method", "seed"}),
+        "run": config.run.model_dump(mode="json", include={"method", "seed", "monitor"}),
         "model": config.model.model_dump(mode="json"),
         "data": config.data.model_dump(mode="json", exclude={"path", "samples_per_device"}),
         "server": config.server.model_dump(mode="json", include={"aggregator", "aggregation"}),
