@@ -18,7 +18,7 @@ _SETTINGS = [
 _BARE = """
 import json, sys, time, torch
 from torch.nn import functional as F
-from pipar.config_file import load_config
+from pipar.settings.config_file import load_config
 from pipar.job.workload import Workload
 torch.set_num_threads(1)
 workload = Workload(load_config(None, sys.argv[1:]))

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from benchmarks.exact_wire import Crossing, crossings, train
 from benchmarks.record import Claim
-from pipar.config_file import load_config
 from pipar.job.workload import Workload
 from pipar.nn.runtime import one_thread
+from pipar.settings.config_file import load_config
 from pipar.wire.bitpacking import not_zero
 from pipar.wire.encodings import EXACT, chunk_sizes, is_sparse
 from pipar.wire.tensor_codec import decode, encode

@@ -28,8 +28,6 @@ from torch import nn
 
 from benchmarks.many_devices import ServerLog
 from benchmarks.record import Claim
-from pipar.config import device_specs
-from pipar.config_file import load_config
 from pipar.dashboard.serve import THREAD
 from pipar.device.interfaces import Equipment
 from pipar.events import ignore
@@ -38,6 +36,8 @@ from pipar.job.model_setup import part_builder
 from pipar.job.profiles import measured_profile
 from pipar.job.workload import Workload
 from pipar.launch.assemble import run_device
+from pipar.settings.config import device_specs
+from pipar.settings.config_file import load_config
 from pipar.transport.backoff import Backoff
 from pipar.transport.grpc_connect import connect
 from pipar.transport.reconnect import Reconnector

@@ -31,9 +31,9 @@ from torch import nn
 from benchmarks.hostile_conversations import Line, Peer, RefusedError, Target, activation, converse, hello
 from benchmarks.hostile_frames import damaged, good_frames
 from benchmarks.record import Claim
-from pipar.config_file import load_config
 from pipar.job.profiles import measured_profile
 from pipar.job.workload import Workload
+from pipar.settings.config_file import load_config
 from pipar.units import split_address
 from pipar.wire.frames import cut_message, pack_frame
 from pipar.wire.messages import Kind, Message

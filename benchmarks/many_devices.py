@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from benchmarks.record import Claim
-from pipar.config_file import load_config
 from pipar.device.interfaces import Equipment
 from pipar.events import ignore
 from pipar.execution.lanes import ThreadLanes
@@ -29,7 +28,8 @@ from pipar.job.model_setup import part_builder
 from pipar.job.profiles import measured_profile
 from pipar.job.workload import Workload
 from pipar.launch.assemble import run_device
-from pipar.links import Link
+from pipar.settings.config_file import load_config
+from pipar.settings.links import Link
 from pipar.transport.backoff import Backoff
 from pipar.transport.grpc_connect import connect
 from pipar.transport.reconnect import Reconnector

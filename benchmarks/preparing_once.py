@@ -7,8 +7,8 @@ import os
 import sys
 import time
 
-from pipar.config_file import load_config
 from pipar.events import Event, Preparing
+from pipar.settings.config_file import load_config
 
 
 def main() -> None:

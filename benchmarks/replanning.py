@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.record import Claim
-from pipar.config_file import config_from
 from pipar.job.prepare import prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 from pipar.planner.predictor import predict_s
+from pipar.settings.config_file import config_from
 from reproduction.replanning_cost import replanning_cost
 
 NETWORKS = ("vgg5", "resnet18", "mobilenetv3_small")

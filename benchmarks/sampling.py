@@ -16,7 +16,6 @@ import torch
 
 import benchmarks.many_devices
 from benchmarks.record import Claim
-from pipar.config_file import config_from
 from pipar.events import Drawn, Event
 from pipar.job.job import Job
 from pipar.job.model_setup import make_learner
@@ -25,6 +24,7 @@ from pipar.job.workload import Workload
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_virtually
 from pipar.nn.learner import TorchLearner
+from pipar.settings.config_file import config_from
 
 DRAWN, ROUNDS = 10, 50
 

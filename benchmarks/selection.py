@@ -23,14 +23,14 @@ from typing import Any
 import reproduction
 from benchmarks.kept import Kept, sources_hash
 from benchmarks.record import RESULTS, Claim
-from pipar.config_file import config_from
 from pipar.job.job import Job
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.launch.worker_pool import map_in_workers
-from pipar.links import Link
 from pipar.planner.fleet import Fleet
 from pipar.planner.search import search_plans
 from pipar.planner.simulator import simulate, simulate_within
+from pipar.settings.config_file import config_from
+from pipar.settings.links import Link
 from reproduction.plan_scores import PlanScores, PlansToScore, score_plans
 from reproduction.testbed import DATASETS, LINKS, SAMPLES
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from benchmarks.record import Claim
 from benchmarks.timeouts_real import DEATHS, LINKS, Noticed, notice
-from pipar.config_file import config_from
 from pipar.device.interfaces import Equipment
 from pipar.errors import LinkError
 from pipar.events import Dropped, Event, Lost, RoundOver, TimeoutsChosen, ignore
@@ -32,12 +31,13 @@ from pipar.job.plans import make_plans
 from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.launch.deployed_process import unlisted_spec
 from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, SizesOnlySamples
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.server.enrolment import OpenEnrolment
 from pipar.server.program import Server
+from pipar.settings.config_file import config_from
+from pipar.settings.links import Link
 from pipar.transport.backoff import Backoff
 from pipar.transport.delay_line import delayed
 from pipar.transport.in_memory import memory_pair

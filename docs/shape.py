@@ -218,7 +218,7 @@ def table() -> str:
         for place, (name, rule) in enumerate(RULES["packages"].items())
     ]
     head = ["| package | owns | may import, in addition to the root |", "|---|---|---|"]
-    root = f"| (root) | settings and vocabulary: {', '.join(f'`{name}`' for name in root_modules())} | - |"
+    root = f"| (root) | vocabulary: {', '.join(f'`{name}`' for name in root_modules())} | - |"
     return "\n".join([*head, root, *rows]) + "\n"
 
 

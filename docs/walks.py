@@ -3,9 +3,9 @@
     python -m docs.walks            print both
     python -m docs.walks --write    update them in docs/architecture.md
 
-The root's modules, which are vocabulary, do not count, nor what emulates time. A micro-batch is followed from its load
-on the device to its backward pass there, in a training in virtual time with the real mathematics. A plan is followed
-from a job whose plans are "auto" to the plan of each device.
+The root's modules and the settings, which are vocabulary, do not count, nor what emulates time. A micro-batch is
+followed from its load on the device to its backward pass there, in a training in virtual time with the real
+mathematics. A plan is followed from a job whose plans are "auto" to the plan of each device.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from types import FrameType
 from typing import Any
 
 from docs.shape import ARCHITECTURE
-from pipar.config import Config
-from pipar.config_file import config_from
+from pipar.settings.config import Config
+from pipar.settings.config_file import config_from
 
 #: What only virtual time needs: the jumping clock, and what work costs.
 _EMULATION = ("execution.clock", "planner.costs", "profiling.profile")
+_SETTINGS = "pipar.settings."
 _LIST = re.compile(r"(<!-- (micro-batch|plan) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
@@ -43,7 +44,7 @@ def trace(
         if event != "call" or is_over or not is_function or not module.startswith("pipar."):
             return
         is_on = is_on or begins(frame)
-        if is_on and module.count(".") > 1:
+        if is_on and module.count(".") > 1 and not module.startswith(_SETTINGS):
             order.setdefault(module.removeprefix("pipar."))
         is_over = is_on and ends(frame)
 

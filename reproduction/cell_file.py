@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipar.config_file import config_from, dump_config
 from pipar.errors import InputError
+from pipar.settings.config_file import config_from, dump_config
 from pipar.storage.run_json import strict_json
 from pipar.storage.whole_files import write_atomically
 from reproduction.experiment import Outcome

@@ -11,8 +11,6 @@ from dataclasses import asdict, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipar.config import Config
-from pipar.config_file import config_from
 from pipar.errors import TooLittleMemoryError
 from pipar.events import EpochResult, ignore
 from pipar.job.job import Job
@@ -28,8 +26,10 @@ from pipar.planner.search import search_kinds, search_plans
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.stage_times import lane_s
 from pipar.planner.timing import steady_epoch_s
+from pipar.settings.config import Config
+from pipar.settings.config_file import config_from
+from pipar.settings.wording import plans_text
 from pipar.storage.run_json import plan_from_json
-from pipar.wording import plans_text
 from reproduction.plan_scores import PlansToScore, score_plans
 from reproduction.replanning_cost import replanning_cost
 

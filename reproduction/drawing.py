@@ -12,10 +12,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipar.config import DATASETS, MODELS
 from pipar.errors import InputError
-from pipar.links import NAMED_LINKS
 from pipar.methods import METHODS
+from pipar.settings.config import DATASETS, MODELS
+from pipar.settings.links import NAMED_LINKS
 from pipar.storage.whole_files import write_atomically
 from reproduction.testbed import BOARD, DEVICES, SERVER_SPEED
 

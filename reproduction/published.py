@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from pipar.config import DATASETS, MODELS
 from pipar.errors import InputError
+from pipar.settings.config import DATASETS, MODELS
 
 Model = Literal[MODELS]  # type: ignore[valid-type]
 Dataset = Literal[DATASETS]  # type: ignore[valid-type]

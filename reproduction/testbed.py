@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from pipar.config_file import config_from
 from pipar.job.plans import make_plans
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.launch.rehearsal import rehearse
 from pipar.planner.simulator import simulate
 from pipar.planner.timing import steady_epoch_s
+from pipar.settings.config_file import config_from
 from reproduction.published import published
 
 SMALL, LARGE = ("vgg5", "resnet18", "mobilenetv3_small"), ("vgg16", "resnet101", "mobilenetv3_large")

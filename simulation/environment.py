@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pipar.execution.lanes import VirtualLanes
-from pipar.links import Link
 from pipar.planner.costs import Costs
+from pipar.settings.links import Link
 from simulation.checks import Checks
 from simulation.ledgers import Ledgers
 from simulation.memory_bounds import MemoryBounds

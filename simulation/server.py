@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pipar.config import DeviceSpec
 from pipar.errors import InputError, ProtocolError, StorageError
 from pipar.events import (
     Dropped,
@@ -32,12 +31,13 @@ from pipar.job.job import Job
 from pipar.job.plans import make_plans
 from pipar.launch.assemble import ServerSetup, assemble_server
 from pipar.launch.rehearsal import rehearse
-from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.nn.learner import LearnerSettings
 from pipar.nn.tasks import classification
 from pipar.server.enrolment import OpenEnrolment
 from pipar.server.program import Server
+from pipar.settings.config import DeviceSpec
+from pipar.settings.links import Link
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest
 from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.run_folder import RunFolder

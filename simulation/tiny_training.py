@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipar.config import Config
-from pipar.config_file import config_from
 from pipar.data.datasets import Images
 from pipar.job.workload import UserObjects, Workload
 from pipar.nn.inputs import InputForm
 from pipar.privacy import accounting
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
+from pipar.settings.config import Config
+from pipar.settings.config_file import config_from
 from pipar.wire import encodings
 from simulation.scenario import BATCH, LAYERS, RECTIFIED, Scenario
 

@@ -12,12 +12,12 @@ machine), `planner`, `device`, `server`, `job` (from a configuration to a traini
 programs), `cli`, `scripting` (objects for scripts and notebooks).
 """
 
-from pipar.config import Config
-from pipar.config_file import load_config
 from pipar.errors import PiparError
 from pipar.launch.callbacks import STOP
 from pipar.launch.run import compare, run
 from pipar.scripting.plans import ChosenPlans, plan
+from pipar.settings.config import Config
+from pipar.settings.config_file import load_config
 from pipar.storage.comparison import Comparison
 from pipar.storage.result import Result
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipar.metric_settings import Monitor
+from pipar.settings.metrics import Monitor
 
 
 @dataclass(frozen=True)

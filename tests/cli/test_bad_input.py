@@ -12,10 +12,10 @@ import pytest
 from support.waiting import PATIENCE_S
 
 from pipar.cli import main
-from pipar.config import Config
 from pipar.job.profiles import profile_key
 from pipar.profiling.cache import keep_profile
 from pipar.profiling.profile import LayerProfile, Profile
+from pipar.settings.config import Config
 
 FACTORIES = """
 import torch

@@ -20,12 +20,12 @@ from support.waiting import PATIENCE_S, until
 
 from pipar.cli import main
 from pipar.cli.tables import comparison_table, result_table
-from pipar.config import Config
-from pipar.config_file import load_config
 from pipar.job.profiles import profile_key
 from pipar.profiling.cache import keep_profile
 from pipar.profiling.memory import BASE_BYTES
 from pipar.profiling.profile import LayerProfile, Profile
+from pipar.settings.config import Config
+from pipar.settings.config_file import load_config
 from pipar.storage.result import Result
 
 COMMANDS = ["", "run", "compare", "plan", "profile", "leakage", "data", "data list", "data get", "certs", "doctor"]

@@ -14,9 +14,10 @@ from support.waiting import PATIENCE_S
 
 from pipar.cli import main
 from pipar.cli.completion import SHELLS, VARIABLE, join_words
-from pipar.config import DATASETS, MODELS, TRACKERS
-from pipar.links import NAMED_LINKS
 from pipar.methods import METHODS
+from pipar.settings.config import DATASETS, MODELS
+from pipar.settings.links import NAMED_LINKS
+from pipar.settings.values import TRACKERS
 
 Complete = Callable[..., list[str]]
 

@@ -13,9 +13,9 @@ import pytest
 from pipar.cli import doctor_checks, machine_limits, main
 from pipar.cli.doctor_checks import EXTRAS, Finding, TorchFacts
 from pipar.cli.machine_limits import Limits
-from pipar.config import Config
-from pipar.config_file import config_from
 from pipar.data.catalog import known_datasets
+from pipar.settings.config import Config
+from pipar.settings.config_file import config_from
 from pipar.transport.addresses import why_not_listening
 
 GIB = 2**30

@@ -16,7 +16,6 @@ from support.waiting import PATIENCE_S
 
 from pipar.cli import main
 from pipar.cli.plan_view import _why_not, signed_percent
-from pipar.config_file import load_config
 from pipar.job.explain import explain
 from pipar.job.explanation import Option
 from pipar.job.prepare import job_to_plan, prepare_timing_only, with_profile
@@ -28,6 +27,7 @@ from pipar.profiling.cache import usable_cores
 from pipar.profiling.memory import training_bytes
 from pipar.profiling.operation_counts import LayerCount, known_counts
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
+from pipar.settings.config_file import load_config
 
 SMALL = ["--devices", "2", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
 ENTRY = {"device", "split_point", "micro_batches", "window", "encoding", "up", "down"}

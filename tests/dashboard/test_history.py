@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipar.config_file import config_from, dump_config
 from pipar.dashboard.history import History
 from pipar.events import EpochResult, EquivalenceChanged, Joined, Pictured, Replanned, Started
 from pipar.execution.spans import Span
+from pipar.settings.config_file import config_from, dump_config
 
 CONFIG = config_from(
     {"devices": [{"name": "pi", "count": 2, "link": "4g", "split_point": 2, "micro_batches": 2}], "run": {"epochs": 3}}

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipar.config import Config
-from pipar.config_file import config_from
 from pipar.data.partition import Scheme, device_sizes, even_sizes, partition
 from pipar.errors import ConfigError, DataError
+from pipar.settings.config import Config
+from pipar.settings.config_file import config_from
 
 SCHEMES: tuple[Scheme, ...] = ("iid", "dirichlet", "shards")
 

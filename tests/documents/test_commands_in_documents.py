@@ -13,7 +13,7 @@ from support.document_blocks import ROOT, Block, Reader, blocks_of, documents, m
 from support.programs import Place
 
 from pipar.cli import cli
-from pipar.config_file import config_from
+from pipar.settings.config_file import config_from
 
 RUN = ("sh", "python", "toml")
 #: Examples of docstrings (pycon) are run by `test_docstrings.py`.

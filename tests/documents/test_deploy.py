@@ -19,13 +19,13 @@ from support.credentials import Folder
 from support.waiting import PATIENCE_S
 
 from pipar.cli import main
-from pipar.config import Config, device_names
-from pipar.config_file import load_config
 from pipar.events import EpochResult, Event
 from pipar.launch.deployed_device import DeviceOptions, device_workload
 from pipar.launch.deployed_server import ServerOptions
 from pipar.monitoring.logs import level_of
 from pipar.monitoring.metrics import Monitor
+from pipar.settings.config import Config, device_names
+from pipar.settings.config_file import load_config
 from pipar.transport import open_files
 from pipar.transport.limits import Limits
 from pipar.transport.tls import DeviceSecurity, ServerSecurity

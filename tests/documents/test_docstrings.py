@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pipar
-from pipar.config import Config
 from pipar.errors import PiparError
+from pipar.settings.config import Config
 
 #: As the page of the reference says.
 SMALL = ["run.epochs=2", "server.profile=i7-11850h", "devices.profile=raspberry-pi-5"]

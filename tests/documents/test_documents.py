@@ -18,9 +18,9 @@ import pipar
 from benchmarks.quoted import MEASURED, quoted, quoted_measured
 from docs.reference_pages import cli_page, pages
 from pipar.cli import cli
-from pipar.config import Config, DeviceSection
-from pipar.config_file import config_from
 from pipar.events import EpochResult
+from pipar.settings.config import Config, DeviceSection
+from pipar.settings.config_file import config_from
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import pipar
 from examples import minilm, timm_network, vision_transformer
-from pipar.config_file import load_config
 from pipar.errors import ConfigError
+from pipar.settings.config_file import load_config
 from pipar.user_function import call_factory, load_factory
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,6 @@ from support.networks import Attention, Guarded, Recurrent, Residual, Tied, UNet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipar.config_file import config_from
 from pipar.events import Preparing
 from pipar.job import workload as workload_module
 from pipar.job.network_code import network_text
@@ -25,6 +24,7 @@ from pipar.nn.kept_line import line_from_data, line_to_data
 from pipar.nn.line import Line, differs, line_of, whole_line
 from pipar.nn.split import named_layers
 from pipar.profiling.cache import keep_text
+from pipar.settings.config_file import config_from
 
 EXAMPLE = torch.zeros(2, 1, 4, 4, dtype=torch.float64)
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.hand_made_job import CONFIG, job
 
-from pipar.config_file import with_settings
 from pipar.job.equivalence import REASONS, EquivalenceFacts, EquivalenceLog, equivalence_reasons
 from pipar.methods import Plan
+from pipar.settings.config_file import with_settings
 
 CUT, WHOLE, CUT_IN_THREE, WHOLE_IN_THREE = Plan(2, 1), Plan(5, 1), Plan(2, 3), Plan(5, 3)
 FACTS = EquivalenceFacts(5, [CUT])

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from support.training import Case, make_job
 
-from pipar.config import TaskSection
-from pipar.config_file import config_from
 from pipar.errors import OrdersError
 from pipar.job.model_setup import part_builder
 from pipar.job.prepare import prepare
 from pipar.job.workload import Workload
 from pipar.launch.rehearsal import rehearse
 from pipar.nn.parts import TorchDevicePart
+from pipar.settings.config_file import config_from
+from pipar.settings.training_sections import TaskSection
 
 CASE = Case("pipar", (1,), (1,), sizes=(10,))
 SIX = [1.0, 2.0, 1.0, 1.0, 1.0, 3.0]

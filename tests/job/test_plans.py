@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 
-from pipar.config import device_specs
-from pipar.config_file import config_from
 from pipar.errors import PlanError
 from pipar.events import Event, Preparing, ignore
 from pipar.job.job import Job, shared_costs
 from pipar.job.plans import make_plans, search_job_plans, simulation, with_plans
 from pipar.launch.rehearsal import rehearse
-from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.bounds import LowerBound
 from pipar.planner.candidates import candidates
@@ -22,6 +19,9 @@ from pipar.planner.costs import Costs, Work
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.simulator import simulate
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
+from pipar.settings.config import device_specs
+from pipar.settings.config_file import config_from
+from pipar.settings.links import Link
 
 LAYERS = tuple(
     LayerProfile(name, (0.01, 0.1), (0.02, 0.2), size, 400) for name, size in zip("abc", (9000, 3000, 40), strict=True)

@@ -18,8 +18,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pipar
-from pipar.config import Config, RunSection
-from pipar.config_file import config_from, load_config, with_settings
 from pipar.data.catalog import dataset_info
 from pipar.data.request import Counts, Request, published_counts
 from pipar.errors import ConfigError, DataError, InputError
@@ -31,6 +29,8 @@ from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import with_method
 from pipar.profiling.machines import MACHINES
 from pipar.profiling.profile import Profile
+from pipar.settings.config import Config, RunSection
+from pipar.settings.config_file import config_from, load_config, with_settings
 
 
 @pytest.fixture(autouse=True)
@@ -325,7 +325,7 @@ class Refuse:
             raise AssertionError("torch is imported")
 
 sys.meta_path.insert(0, Refuse())
-from pipar.config_file import load_config
+from pipar.settings.config_file import load_config
 from pipar.job.prepare import prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 

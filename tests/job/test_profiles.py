@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipar.config_file import config_from
 from pipar.job.profiles import count_network
 from pipar.job.workload import UserObjects, Workload
 from pipar.profiling.operation_counts import known_counts, known_shares
+from pipar.settings.config_file import config_from
 
 
 class Residual(nn.Module):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from support.hand_made_job import job
 
-from pipar.config_file import config_from
 from pipar.execution.spans import SERVER
 from pipar.methods import Plan
 from pipar.server.allowances import Limits
+from pipar.settings.config_file import config_from
 from pipar.wire.orders import Orders
 
 

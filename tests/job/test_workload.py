@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 import pipar
-from pipar.config_file import config_from
 from pipar.errors import DataError
 from pipar.job.workload import UserObjects, Workload, is_list_of_datasets
 from pipar.profiling.profile import Profile
+from pipar.settings.config_file import config_from
 
 #: A factory that writes down which process called it for which name.
 FACTORY = """

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from pipar.config_file import config_from, dump_config
 from pipar.errors import AddressInUseError, ConfigError, PlanError
 from pipar.events import ignore
 from pipar.job.job import Job
@@ -28,7 +27,8 @@ from pipar.nn.inputs import InputForm, TensorForm
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.server.device_messages import Introduction
 from pipar.server.enrolment import OpenEnrolment
-from pipar.wording import setting_text
+from pipar.settings.config_file import config_from, dump_config
+from pipar.settings.wording import setting_text
 
 PROFILE = Profile("any", "float32", (10,), tuple(LayerProfile(name, (0.01,), (0.02,), 40_000, 4_000) for name in "abc"))
 

@@ -19,10 +19,10 @@ from support.programs import Place, address_of, place
 from support.training import EXACT, largest_error
 from support.waiting import PATIENCE_S, until
 
-from pipar.config_file import config_from
 from pipar.launch.deployed_server import reason_finished
 from pipar.launch.replay import replay
 from pipar.recording.flight import Flight
+from pipar.settings.config_file import config_from
 from pipar.storage.checkpoint import VERSION
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,6 @@ from support.reference import State
 from support.training import EXACT, Case, batches, hand_made_profile, largest_error, make_job
 
 import pipar
-from pipar.config_file import config_from
 from pipar.errors import ConfigError
 from pipar.events import Drawn, EpochResult, Event, RoundOver
 from pipar.job.job import Job
@@ -24,6 +23,7 @@ from pipar.launch.virtual import train_timing_only, train_virtually
 from pipar.nn.learner import TorchLearner
 from pipar.planner.simulator import simulate
 from pipar.privacy.budget import PrivacyAccountant
+from pipar.settings.config_file import config_from
 
 SIZES = (23, 10, 31, 7, 18)
 CASE = Case("pipar", (2,), (3,), sizes=SIZES, batch_size=10, epochs=6, devices_per_round=2)

@@ -14,9 +14,9 @@ from support.training import EXACT, Case, hand_made_profile, largest_error, refe
 import pipar
 from pipar.events import Event, Replanned
 from pipar.launch.run import World
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner import replanner
+from pipar.settings.links import Link
 from pipar.storage.result import Result
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ from support.training import EXACT, Case, hand_made_profile, largest_error, refe
 from torch import nn
 
 import pipar
-from pipar.config_file import config_from
 from pipar.job.workload import Workload
+from pipar.settings.config_file import config_from
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 import pipar
 from pipar.events import EquivalenceChanged, Event, Started
 from pipar.launch.virtual import train_virtually
-from pipar.links import Link
 from pipar.methods import Plan
+from pipar.settings.links import Link
 from pipar.storage.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "_place")]

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from support.training import EXACT, SIZES, Case, largest_error, make_job, reference_state, train_in_virtual_time
 
-from pipar.config_file import config_from
 from pipar.errors import ConfigError
 from pipar.events import EpochResult, ignore
 from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.launch.virtual import train_timing_only
 from pipar.planner.simulator import simulate
+from pipar.settings.config_file import config_from
 
 CASES = [
     Case("fl", (5,)),

@@ -15,8 +15,8 @@ from support.training import EXACT, Case, largest_error, reference_data, train_w
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipar.config_file import config_from
 from pipar.job.workload import UserObjects, Workload
+from pipar.settings.config_file import config_from
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

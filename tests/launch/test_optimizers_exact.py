@@ -17,15 +17,15 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 import pipar
-from pipar.config_file import config_from
 from pipar.events import ignore
 from pipar.job.workload import UserObjects, Workload
 from pipar.launch.virtual import train_virtually
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.nn.parts import Part
-from pipar.optimizer_settings import OPTIMIZERS
 from pipar.planner import replanner
+from pipar.settings.config_file import config_from
+from pipar.settings.links import Link
+from pipar.settings.optimizers import OPTIMIZERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

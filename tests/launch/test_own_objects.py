@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import pipar
-from pipar.config_file import config_from
 from pipar.errors import ModelError, PiparError
 from pipar.job.workload import UserObjects, Workload
+from pipar.settings.config_file import config_from
 
 ROOT = Path(__file__).parents[2]
 MACHINES = {"server": {"profile": "i7-11850h", "cores": 1}, "devices": [{"profile": "raspberry-pi-3b"}]}

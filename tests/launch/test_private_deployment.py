@@ -10,7 +10,6 @@ import pytest
 from support.deployments import training
 from support.programs import address_of, place
 
-from pipar.config_file import config_from
 from pipar.errors import TrainingError
 from pipar.events import ignore
 from pipar.execution.clock import run_virtually
@@ -23,6 +22,7 @@ from pipar.privacy.accounting import cost, epsilon_after, smallest_multiplier
 from pipar.privacy.budget import AllowedCuts, BudgetUse, PrivacyAccountant, choose_noise
 from pipar.privacy.budget_file import BudgetFile
 from pipar.profiling.profile import LayerProfile, Profile
+from pipar.settings.config_file import config_from
 from pipar.storage.checkpoint import Checkpoints, identity_of, latest
 from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.epoch_log import EpochLog

@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.recursion import KINDS, all_stages, end_times, iteration_s, previous, stage_times
 
-from pipar.config import Config, device_specs
-from pipar.config_file import config_from
 from pipar.events import ignore
 from pipar.execution.schedule import cut_batch
 from pipar.execution.spans import Span
@@ -23,13 +21,15 @@ from pipar.execution.stages import Stage
 from pipar.execution.work import Work
 from pipar.job.job import Job
 from pipar.launch.virtual import train_timing_only
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.paper_estimate import StageTimes, closed_form_s
 from pipar.profiling.machines import MACHINES, machine_profile
 from pipar.profiling.operation_counts import known_counts
 from pipar.profiling.profile import LayerProfile, Profile
+from pipar.settings.config import Config, device_specs
+from pipar.settings.config_file import config_from
+from pipar.settings.links import Link
 from pipar.wire.frames import CHUNK_BYTES, cut_message, pack_frame
 from pipar.wire.messages import LABEL_BYTES, Kind, Message
 

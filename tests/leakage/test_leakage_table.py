@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from support.leakages import LEAKS, cut, table, written
 
-from pipar.config import Config
-from pipar.config_file import config_from
 from pipar.errors import ConfigError, InputError, PlanError
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import CutLeakage, LeakageTable, RebuildQuality, Subject, as_csv, as_markdown
+from pipar.settings.config import Config
+from pipar.settings.config_file import config_from
 
 LAYERS = table().layers
 

@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 from support.interleaving import has_step
 
-from pipar.config_file import config_from
 from pipar.events import (
     BudgetSpent,
     EpochResult,
@@ -30,7 +29,8 @@ from pipar.events import (
 from pipar.monitoring.display import Display, clock_text, is_live
 from pipar.monitoring.epoch_lines import epoch_header, epoch_line
 from pipar.monitoring.progress import TrainingProgress
-from pipar.wording import plans_text, setting_text
+from pipar.settings.config_file import config_from
+from pipar.settings.wording import plans_text, setting_text
 
 STARTED = Started(
     folder="runs/x",

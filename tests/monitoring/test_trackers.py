@@ -22,8 +22,6 @@ from support.interleaving import has_step
 from support.waiting import PATIENCE_S
 
 from pipar.cli import doctor_checks, main
-from pipar.config import Config
-from pipar.config_file import config_from, load_config
 from pipar.errors import ConfigError, InputError
 from pipar.events import EpochResult, Event, Preparing, Started, TrackerFailed
 from pipar.monitoring import tracker as trackers
@@ -37,6 +35,8 @@ from pipar.monitoring.tracker import (
     scalars,
 )
 from pipar.monitoring.tracker_threads import TrackerThread, Tracking, tracked
+from pipar.settings.config import Config
+from pipar.settings.config_file import config_from, load_config
 
 ROOT = Path(__file__).parents[2]
 EPOCH = EpochResult(
@@ -436,6 +436,6 @@ def _items(items: Iterable[Any]) -> dict[str, Any]:
 
 
 def test_known_trackers_are_those_of_the_configuration() -> None:
-    from pipar.config import TRACKERS
+    from pipar.settings.values import TRACKERS
 
     assert tuple(TRACKER_PACKAGES) == TRACKERS

@@ -15,7 +15,6 @@ import torch
 from support import plain_aggregators as plain
 from torch import nn
 
-from pipar.aggregator_settings import AGGREGATORS, all_parameters, check_devices, trimmed_at_each_end
 from pipar.errors import ConfigError, PiparError, ProtocolError, TrainingError
 from pipar.nn import robust_aggregators
 from pipar.nn.aggregators import Aggregator, DeviceModel, DeviceModels
@@ -27,6 +26,7 @@ from pipar.nn.robust_aggregators import krum_scores
 from pipar.nn.split import split_model
 from pipar.nn.tasks import classification
 from pipar.nn.tensors import state_body, weights_sha256
+from pipar.settings.aggregators import AGGREGATORS, all_parameters, check_devices, trimmed_at_each_end
 from pipar.wire.orders import TrainedPart
 
 State = dict[str, torch.Tensor]

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipar.errors import ConfigError
-from pipar.metric_settings import METRICS
 from pipar.nn.evaluation import Evaluator
 from pipar.nn.inputs import InputForm, TensorForm
 from pipar.nn.losses import ClassLoss, ElementLoss, OwnLoss
 from pipar.nn.metrics import named_metrics
 from pipar.nn.tasks import Task, classification
+from pipar.settings.metrics import METRICS
 
 pytestmark = pytest.mark.slow  # torchmetrics takes seconds to import
 

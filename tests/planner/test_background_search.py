@@ -10,7 +10,6 @@ import pytest
 from support.fleets import LINK, PROFILE, fleet, measured, plans
 
 from pipar.errors import PlanError
-from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.background_search import ReplanBySearch, SearchProcess, _are_new, _tried_by_kind, search_again
 from pipar.planner.compute_load import compute_seconds
@@ -22,6 +21,7 @@ from pipar.planner.search_settings import QUICK, UNHURRIED, SearchSettings
 from pipar.planner.simulator import simulate
 from pipar.planner.stage_times import move_s
 from pipar.planner.timing import steady_epoch_s
+from pipar.settings.links import Link
 from reproduction.plan_scores import learned_plans
 
 SLOW, FAST = Link(up_bps=1e6, down_bps=1e6), Link(up_bps=100e6, down_bps=100e6)

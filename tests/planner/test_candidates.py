@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipar.errors import PlanError, TooLittleMemoryError
-from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.candidates import allowed_plans, candidates
 from pipar.planner.costs import Costs
@@ -18,6 +17,7 @@ from pipar.planner.fleet import Fleet, Member
 from pipar.planner.simulator import simulate
 from pipar.profiling.memory import BASE_BYTES, training_bytes
 from pipar.profiling.profile import LayerProfile, Profile
+from pipar.settings.links import Link
 
 LAYER = LayerProfile("a", (0.1, 0.7), (0.2, 1.4), 4000, 100, saved_bytes=1000, working_bytes=100)
 PROFILE = Profile("any", "float32", (1, 12), (LAYER,) * 4)

@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipar.config_file import config_from
 from pipar.errors import TooLittleMemoryError
 from pipar.job.prepare import unplanned_timing_only_job
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner import plan_evaluator
 from pipar.planner.candidates import Candidate, allowed_plans
@@ -20,6 +18,8 @@ from pipar.planner.search import search_kinds, search_plans
 from pipar.planner.search_settings import QUICK
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import steady_epoch_s
+from pipar.settings.config_file import config_from
+from pipar.settings.links import Link
 
 MIB = 2**20
 

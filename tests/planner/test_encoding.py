@@ -9,7 +9,6 @@ import pytest
 
 from pipar.execution.work import Work
 from pipar.launch.sizes_only import SizesOnlyServerPart
-from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.background_search import ReplanEncodings, search_again
 from pipar.planner.candidates import allowed_plans, candidates
@@ -18,6 +17,7 @@ from pipar.planner.encoding import reencoded, with_encodings
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.paper_estimate import estimate_plans
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
+from pipar.settings.links import Link
 from pipar.wire import encodings
 from pipar.wire.frames import Assembler, cut_message
 from pipar.wire.messages import Kind, Message

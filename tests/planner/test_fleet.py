@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipar.links import Link
 from pipar.methods import METHODS
 from pipar.planner.candidates import allowed_plans, needed_bytes
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
+from pipar.settings.links import Link
 
 LAYERS = tuple(LayerProfile(name, (0.1,), (0.2,), 1000, 40_000_000) for name in "ab")
 #: Changes are half of a model's bytes, and take 4 + 2 ns per byte to find; half a byte is 4 bits.

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from support.recursion import iteration_s, stage_times
 
 from pipar.errors import PlanError
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.paper_estimate import StageTimes, batches_to_fill_idle_time, closed_form_s
 from pipar.profiling.profile import Profile
+from pipar.settings.links import Link
 
 MakeProfile = Callable[..., Profile]
 SLOW = Link(up_bps=8000.0, down_bps=16000.0)

@@ -14,12 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fleets import LAYERS, fleet, fleet_of_two_kinds, measured, plans
 
-from pipar.config_file import config_from
 from pipar.events import EpochResult, ignore
 from pipar.job.prepare import prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_timing_only
-from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.calibration import Calibration, MachineHistory, Shares, calibrated, pooled, situation_key
 from pipar.planner.compute_load import compute_loads, compute_seconds
@@ -27,6 +25,8 @@ from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
 from pipar.planner.predictor import Predictor, forecast_rounds, predict_s
 from pipar.profiling.profile import Profile
+from pipar.settings.config_file import config_from
+from pipar.settings.links import Link
 from reproduction.perturbed_times import perturbed
 
 

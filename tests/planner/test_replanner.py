@@ -13,7 +13,6 @@ import torch
 from support.training import EXACT, Case, Trained, largest_error, make_job, reference_state
 from torch import nn
 
-from pipar.config_file import config_from
 from pipar.errors import PlanError
 from pipar.events import EpochResult, Event, ReplanFailed, Replanned
 from pipar.execution.clock import run_virtually
@@ -22,11 +21,12 @@ from pipar.job.prepare import prepare_timing_only
 from pipar.job.workload import UserObjects, Workload
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_timing_only, train_virtually
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.nn.parts import Part
 from pipar.planner import replanner
 from pipar.planner.replanner import MeasuredLink, Replan, Replanner
+from pipar.settings.config_file import config_from
+from pipar.settings.links import Link
 from pipar.transport.shaping import Traffic
 
 Q = 5  # layers of VGG-5

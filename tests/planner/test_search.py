@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.recursion import iteration_s, stage_times
 
-from pipar.config_file import config_from
 from pipar.errors import PlanError
 from pipar.job.prepare import unplanned_timing_only_job
-from pipar.links import Link
 from pipar.methods import METHODS, Method, Plan
 from pipar.planner import plan_evaluator
 from pipar.planner.candidates import Allow, Candidate, candidates, check_given
@@ -31,6 +29,8 @@ from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import STEADY_ITERATIONS, Timing, epoch_timing, steady_epoch_s
 from pipar.profiling.memory import BASE_BYTES, training_bytes
 from pipar.profiling.profile import LayerProfile, Profile
+from pipar.settings.config_file import config_from
+from pipar.settings.links import Link
 
 MakeProfile = Callable[..., Profile]
 Given = int | Literal["auto"]

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from pipar.config import PrivacySection, device_specs
-from pipar.config_file import config_from
 from pipar.events import EpochResult, ignore
 from pipar.execution.schedule import cut_batch
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span, by_lane
@@ -20,7 +18,6 @@ from pipar.job.job import Job
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_timing_only
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.compute_load import compute_seconds
 from pipar.planner.costs import Costs
@@ -30,6 +27,9 @@ from pipar.planner.simulator import simulate, timeline
 from pipar.planner.stage_times import transfer_s
 from pipar.planner.timing import STEADY_ITERATIONS, Timing, epoch_timing
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
+from pipar.settings.config import PrivacySection, device_specs
+from pipar.settings.config_file import config_from
+from pipar.settings.links import Link
 from pipar.wire import encodings
 
 SAME = 1e-9  # relative: sums of the same numbers in another order

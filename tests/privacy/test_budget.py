@@ -31,7 +31,6 @@ from support.server_world import (
 from support.small_runs import SETTINGS
 
 import pipar
-from pipar.config_file import config_from
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError, ProtocolError, TrainingError
 from pipar.events import BudgetSpent, Dropped, Event, Lost, RoundOver, Trained
 from pipar.execution.spans import UPLINK
@@ -49,6 +48,7 @@ from pipar.privacy.budget import (
     UpdateNoise,
     choose_noise,
 )
+from pipar.settings.config_file import config_from
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, read
 from pipar.transport.channel import Channel
 from pipar.wire.messages import EMPTY, Kind, Message

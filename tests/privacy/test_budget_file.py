@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from pipar.config_file import config_from
 from pipar.data.datasets import Images
 from pipar.data.shard import SamplePrivacy, Shard
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError
@@ -19,6 +18,7 @@ from pipar.launch.deployed_device import DeviceOptions, device_guard, device_wor
 from pipar.privacy.accounting import cost, epsilon_after
 from pipar.privacy.budget import BudgetUse
 from pipar.privacy.budget_file import BudgetFile, locked
+from pipar.settings.config_file import config_from
 
 
 def test_a_restart_keeps_the_count_and_draws_new_noise(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from pipar.config import MODELS
-from pipar.config_file import config_from
 from pipar.job.job import Job
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.methods import Plan
@@ -15,6 +13,8 @@ from pipar.profiling.machines import MACHINES, machine_profile, pass_s
 from pipar.profiling.memory import training_bytes
 from pipar.profiling.operation_counts import Counts, known_changes_share, known_counts
 from pipar.profiling.profile import Profile, batch_sizes
+from pipar.settings.config import MODELS
+from pipar.settings.config_file import config_from
 
 PI, I7 = MACHINES["raspberry-pi-3b"], MACHINES["i7-11850h"]
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from support.recorded import CHANGING, record, recorded_job
 
-from pipar.config_file import config_from
 from pipar.errors import ConfigError
 from pipar.events import Dropped, EpochResult, Event, Lost, Refused, SaveFailed, Stopping
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
@@ -26,6 +25,7 @@ from pipar.recording.places import Places
 from pipar.recording.recorder import _event_record, check_can_record, public_config, times_record
 from pipar.recording.stage_times import DeviceModel, LinkModel, stage_times
 from pipar.recording.writer import RecordWriter
+from pipar.settings.config_file import config_from
 from pipar.storage.whole_files import append_whole
 from pipar.transport.shaping import Rates
 

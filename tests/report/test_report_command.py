@@ -14,10 +14,10 @@ from support.small_runs import SETTINGS
 
 import pipar
 from pipar.cli import cli, main
-from pipar.config_file import load_config
 from pipar.events import Event, ReportFailed, ReportWritten
 from pipar.launch import virtual
 from pipar.report import try_write_comparison, writing
+from pipar.settings.config_file import load_config
 
 #: A method with nothing to plan.
 QUICK = (*SETTINGS, 'run.method="fl"')

@@ -12,7 +12,6 @@ import pytest
 from support.fleets import measured
 from support.small_runs import SETTINGS
 
-from pipar.config_file import load_config
 from pipar.job.explain import explain
 from pipar.job.job import Job
 from pipar.job.plans import with_plans
@@ -20,6 +19,7 @@ from pipar.job.prepare import unplanned_timing_only_job
 from pipar.launch.rehearsal import rehearse
 from pipar.planner.predictor import Predictor
 from pipar.report.what_if import what_if
+from pipar.settings.config_file import load_config
 
 
 def job(*settings: str) -> Job:

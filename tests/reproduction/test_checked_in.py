@@ -13,7 +13,7 @@ import pytest
 from support.made_up_cells import TINY
 
 from benchmarks import reproduction
-from pipar.config_file import config_from
+from pipar.settings.config_file import config_from
 from reproduction import catalog
 from reproduction.__main__ import main
 from reproduction.cell_file import FILE, read_cells, write_cells

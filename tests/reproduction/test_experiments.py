@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from support.made_up_cells import TINY, outcomes, timing
 
-from pipar.config_file import config_from
 from pipar.errors import InputError, PlanError
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.methods import Plan
 from pipar.planner.search import search_kinds
 from pipar.planner.simulator import simulate
+from pipar.settings.config_file import config_from
 from reproduction.bandwidth import BANDWIDTH
 from reproduction.beyond_the_paper import EXACT_WIRE, TODAY
 from reproduction.catalog import EXPERIMENTS, experiments

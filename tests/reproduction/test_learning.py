@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipar.config_file import config_from
+from pipar.settings.config_file import config_from
 from reproduction.cells import run_cell
 from reproduction.experiment import Cell, Outcome
 from reproduction.learning import (

@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 from support.fleets import PROFILE, fleet, plans
 
-from pipar.config_file import config_from
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.planner.exhaustive import search_all
 from pipar.planner.search import search_kinds
 from pipar.planner.simulator import simulate
 from pipar.planner.timing import steady_epoch_s
+from pipar.settings.config_file import config_from
 from reproduction.perturbed_times import JITTER, PERTURBATION, jittered_simulation, perturbed
 
 

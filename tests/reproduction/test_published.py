@@ -10,10 +10,10 @@ from statistics import mean
 
 import pytest
 
-from pipar.config import MODELS
 from pipar.errors import InputError
-from pipar.links import NAMED_LINKS
 from pipar.profiling.operation_counts import known_counts
+from pipar.settings.config import MODELS
+from pipar.settings.links import NAMED_LINKS
 from reproduction.published import Selection, Statement, published, read_published
 
 BESIDE_THE_PROJECT = Path(__file__).parents[2].parent / "shared" / "paper" / "pipar.tex"

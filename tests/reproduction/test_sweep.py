@@ -19,8 +19,8 @@ import pytest
 from support.made_up_cells import TINY, cells
 from support.waiting import PATIENCE_S, until
 
-from pipar.config_file import config_from
 from pipar.errors import InputError
+from pipar.settings.config_file import config_from
 from reproduction.cell_file import FILE, append_outcome, read_cells
 from reproduction.experiment import Cell
 from reproduction.sweep import sweep

@@ -7,9 +7,9 @@ from support.hostile import Tamper, says
 from support.roaming import C, roam, same
 from support.training import Case
 
-from pipar.config_file import config_from
 from pipar.events import Dropped
 from pipar.launch.deployed_job import most_samples
+from pipar.settings.config_file import config_from
 from pipar.wire.messages import Kind, Message
 
 MANY = 100_000_000

@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipar.config import DeviceSpec
-from pipar.config_file import config_from
 from pipar.errors import InputError, PlanError, ProtocolError, TryAgainError, UnusableProfileError
 from pipar.job.job import Job
 from pipar.job.plans import make_plans
 from pipar.launch.rehearsal import rehearse
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.server.device_messages import Introduction, read_profile
 from pipar.server.enrolment import OpenEnrolment
+from pipar.settings.config import DeviceSpec
+from pipar.settings.config_file import config_from
+from pipar.settings.links import Link
 from pipar.storage.checkpoint import Checkpoint
 from pipar.wire.messages import EMPTY
 from pipar.wire.orders import Orders

@@ -15,8 +15,8 @@ from pipar.events import EpochResult, Scores
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import EpochTrace, Recorder, Span, Totals
 from pipar.job.job import Bounds
-from pipar.links import Link
 from pipar.server.epoch_results import ResultCollector, RoundSummary, TimeBounds
+from pipar.settings.links import Link
 
 LINKS = {"a": Link(up_bps=800.0, down_bps=1600.0), "b": Link(up_bps=None, down_bps=None)}
 

@@ -43,9 +43,9 @@ from pipar.events import (
     RoundRestarted,
     Waiting,
 )
-from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner import replanner
+from pipar.settings.links import Link
 from pipar.transport.channel import Channel
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
 from pipar.wire.orders import Orders, TrainedPart

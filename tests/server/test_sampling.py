@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipar.config import drawn_devices
 from pipar.server.sampling import Draw
+from pipar.settings.config import drawn_devices
 
 
 def names(count: int) -> list[str]:

@@ -25,10 +25,10 @@ from support.server_world import (
 
 from pipar.errors import PlanError, TrainingError, UnusableProfileError
 from pipar.events import Dropped, Lost, Replanned
-from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner import replanner
 from pipar.profiling.profile import Profile
+from pipar.settings.links import Link
 from pipar.transport.channel import Channel
 from pipar.wire.messages import Body, Kind, Message, norm_body
 

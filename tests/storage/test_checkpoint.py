@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from pipar.config_file import config_from
 from pipar.errors import CheckpointError, ConfigError, InputError
 from pipar.methods import Plan
+from pipar.settings.config_file import config_from
 from pipar.storage.checkpoint import (
     VERSION,
     Checkpoint,

@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 from support.server_world import Named, World, honest, train
 
-from pipar.config_file import config_from
 from pipar.events import Event, Saved, SaveFailed
 from pipar.execution.clock import run_virtually
 from pipar.privacy.budget import PrivacyAccountant
+from pipar.settings.config_file import config_from
 from pipar.storage.checkpoint import Checkpoints, Disk, identity_of, latest
 from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.epoch_log import EpochLog

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from support.hand_made_job import CONFIG, job
 
-from pipar.config import device_specs
-from pipar.config_file import config_from, load_config
 from pipar.errors import InputError, StorageError
 from pipar.events import EpochResult, Event, Pictured, Replanned, RoundOver, Saved, SaveFailed, Scores, ignore
 from pipar.execution.spans import Span
 from pipar.profiling.cache import machine_fingerprint
+from pipar.settings.config import device_specs
+from pipar.settings.config_file import config_from, load_config
 from pipar.storage.checkpoint import Checkpoint
 from pipar.storage.packed_rows import PackedRows
 from pipar.storage.run_folder import RunFolder, signals_deferred, versions

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 
-from pipar.config_file import config_from
 from pipar.job.workload import Workload
+from pipar.settings.config_file import config_from
 from support.programs import Place
 from support.reference import Rules, State, average, step
 from support.training import EXACT, largest_error

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.replanner import MeasuredLink
 from pipar.profiling.profile import LayerProfile, Profile
+from pipar.settings.links import Link
 from pipar.transport.shaping import Traffic
 
 LAYERS = tuple(LayerProfile(name, (0.001, 0.04), (0.002, 0.08), 25_000, 4_000) for name in "abcd")

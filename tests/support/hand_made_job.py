@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pipar.config import device_specs
-from pipar.config_file import config_from
 from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.profiling.profile import LayerProfile, Profile
+from pipar.settings.config import device_specs
+from pipar.settings.config_file import config_from
 
 CONFIG = config_from(
     {

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipar.config import device_specs
-from pipar.config_file import config_from
 from pipar.device.interfaces import Equipment, MakeLanes
 from pipar.errors import PiparError
 from pipar.events import EpochResult, Event, RoundOver
@@ -21,13 +19,15 @@ from pipar.execution.work import Work
 from pipar.job.job import Job, shared_costs
 from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, SizesOnlySamples
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.recording.flight import Flight
 from pipar.recording.recorder import FILE, FlightRecorder
 from pipar.server.enrolment import ClosedEnrolment
+from pipar.settings.config import device_specs
+from pipar.settings.config_file import config_from
+from pipar.settings.links import Link
 from pipar.storage.run_folder import RunFolder
 from pipar.transport.in_memory import memory_pair
 

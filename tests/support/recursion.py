@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipar.execution.stages import Stage
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.planner.paper_estimate import StageTimes, full_batch_times
 from pipar.profiling.profile import Profile
+from pipar.settings.links import Link
 
 #: The paper's six kinds, in the order in which a micro-batch passes them.
 KINDS = ("fc", "u", "fs", "bs", "d", "bc")

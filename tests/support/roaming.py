@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from pipar.config_file import config_from
 from pipar.device.intake import Terms
 from pipar.device.interfaces import Equipment, MakeLanes
 from pipar.errors import PiparError
@@ -24,6 +23,7 @@ from pipar.methods import Plan
 from pipar.nn.learner import TorchLearner
 from pipar.planner.costs import Costs
 from pipar.server.enrolment import ClosedEnrolment
+from pipar.settings.config_file import config_from
 from pipar.transport.backoff import Backoff
 from pipar.transport.in_memory import memory_pair
 from pipar.transport.interface import Transport

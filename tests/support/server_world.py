@@ -17,7 +17,6 @@ from pipar.execution.spans import COMPUTE, IO, SERVER, UPLINK, EpochTrace, Recor
 from pipar.job.job import Bounds
 from pipar.launch.assemble import run_device
 from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, SizesOnlySamples
-from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.replanner import Replan, Replanner
@@ -28,6 +27,7 @@ from pipar.server.epoch_results import ResultCollector, TimeBounds
 from pipar.server.interfaces import Checkpointer, ServerLanes, Services, SessionSettings, Training
 from pipar.server.patience import ChosenTimeouts
 from pipar.server.program import Server
+from pipar.settings.links import Link
 from pipar.transport.backoff import Backoff
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import memory_pair

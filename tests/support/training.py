@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipar.config import device_specs
-from pipar.config_file import config_from
 from pipar.data.shard import Shard
 from pipar.events import EpochResult, ignore
 from pipar.execution.spans import Span
@@ -28,6 +26,8 @@ from pipar.nn.learner import TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.split import named_layers
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
+from pipar.settings.config import device_specs
+from pipar.settings.config_file import config_from
 from support import reference
 from support.reference import Batch, Data, Rules, State
 

@@ -17,9 +17,9 @@ from support.training import Case
 from support.waiting import PATIENCE_S
 
 import pipar
-from pipar.config import Config
 from pipar.errors import LinkError, PiparError
 from pipar.events import Away, Event, Lost, Refused, RoundOver
+from pipar.settings.config import Config
 from pipar.transport.grpc_connect import connect
 from pipar.transport.grpc_listener import Listener
 from pipar.transport.interface import Transport

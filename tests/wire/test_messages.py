@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipar.config import MOST_EPOCHS
 from pipar.errors import ProtocolError
 from pipar.methods import Plan
+from pipar.settings.values import MOST_EPOCHS
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json, tensor_bytes
 from pipar.wire.orders import Orders, plan_body
 

@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args, get_origin
 import click
 from click.shell_completion import CompletionItem
 
-from pipar.aggregator_settings import AGGREGATORS
-from pipar.config import Config, DeviceSection
-from pipar.links import NAMED_LINKS
 from pipar.profiling.machines import MACHINES
+from pipar.settings.aggregators import AGGREGATORS
+from pipar.settings.config import Config, DeviceSection
+from pipar.settings.links import NAMED_LINKS
 from pipar.storage.run_names import runs_folder
 
 #: Returns candidates from the command so far, the parameter, and the typed part of its value.

@@ -10,7 +10,7 @@ import click
 
 from pipar.cli.completion_candidates import one_of
 from pipar.cli.options import JSON, SET, Group, example, help_if_alone, load, options, print_json, watched
-from pipar.config import DATASETS
+from pipar.settings.config import DATASETS
 
 _PATH = click.option(
     "--path",

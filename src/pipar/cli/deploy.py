@@ -30,8 +30,8 @@ from pipar.cli.options import (
 from pipar.errors import AddressInUseError, ConfigError, DeviceRefusedError, InputError, LinkError, PiparError
 from pipar.events import Failed, Observer, Starting, Stopping, tell_all
 from pipar.monitoring.logs import LOGGER
+from pipar.settings.wording import training_text
 from pipar.units import parse_duration, split_address
-from pipar.wording import training_text
 
 _LOGS = [
     click.option(

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipar.cli.machine_limits import Limits, available_memory, limits
-from pipar.config import Config
 from pipar.data.catalog import DatasetInfo, data_folder, known_datasets
 from pipar.monitoring.tracker import TRACKER_PACKAGES, is_package
 from pipar.profiling.cache import cache_folder, usable_cores
 from pipar.profiling.memory import BASE_BYTES
+from pipar.settings.config import Config
 from pipar.storage.run_names import runs_folder
 from pipar.transport import open_files
 from pipar.transport.addresses import why_not_listening

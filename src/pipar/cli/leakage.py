@@ -11,9 +11,9 @@ import click
 
 from pipar.cli.completion_candidates import one_of, some_of
 from pipar.cli.options import CONFIG, JSON, NETWORK, SET, example, load, options, save, watched
-from pipar.config import MODELS
 from pipar.errors import InputError
 from pipar.events import Observer, Preparing
+from pipar.settings.config import MODELS
 
 if TYPE_CHECKING:
     from pipar.job.leakage_audit import AuditResult

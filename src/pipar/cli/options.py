@@ -15,11 +15,12 @@ import click
 from click.core import ParameterSource
 
 from pipar.cli.completion_candidates import a_setting, one_of
-from pipar.config import DATASETS, MODELS, TRACKERS, Config, hints
-from pipar.config_file import load_config
 from pipar.errors import InputError
-from pipar.links import NAMED_LINKS
 from pipar.methods import METHODS
+from pipar.settings.config import DATASETS, MODELS, Config, hints
+from pipar.settings.config_file import load_config
+from pipar.settings.links import NAMED_LINKS
+from pipar.settings.values import TRACKERS
 
 if TYPE_CHECKING:
     from pipar.events import Event, Observer
@@ -286,7 +287,7 @@ def watched(config: Config | None = None, *, quiet: bool) -> Iterator[Display]:
     """Yield the display of a run; an interruption, also by SIGTERM, raises `Interrupted` with its saved folders."""
     from pipar.cli.tables import console
     from pipar.monitoring.display import Display
-    from pipar.wording import setting_text
+    from pipar.settings.wording import setting_text
 
     display = Display(console(stderr=True), quiet=quiet, emulated=setting_text(config) if config else "")
     try:

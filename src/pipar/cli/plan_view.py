@@ -18,7 +18,7 @@ from pipar.monitoring.epoch_lines import percent
 from pipar.planner.fleet import Member
 from pipar.planner.search_settings import TIE
 from pipar.planner.timing import LANES
-from pipar.wording import guess_text, link_text, ruled_out_text
+from pipar.settings.wording import guess_text, link_text, ruled_out_text
 
 _BAR = 30
 _RUNNERS_UP = 5

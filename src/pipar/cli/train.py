@@ -30,11 +30,11 @@ from pipar.cli.options import (
 from pipar.errors import InputError
 from pipar.events import Starting, tell_all
 from pipar.methods import METHODS, method
-from pipar.wording import training_text
+from pipar.settings.wording import training_text
 
 if TYPE_CHECKING:
-    from pipar.config import Config
     from pipar.launch.run import World
+    from pipar.settings.config import Config
 from pipar.storage.result import Result
 
 _WORLDS = [

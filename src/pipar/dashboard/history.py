@@ -11,8 +11,8 @@ from pipar.events import EpochResult, EquivalenceChanged, Event, Pictured, Repla
 from pipar.methods import Plan, plans_as_json
 from pipar.report.content import content
 from pipar.report.record import RunRecord
+from pipar.settings.wording import equivalence
 from pipar.storage.run_json import replan_as_json
-from pipar.wording import equivalence
 
 
 @dataclass

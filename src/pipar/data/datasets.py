@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipar import random_streams
-from pipar.config import TaskSection
 from pipar.data import formats
 from pipar.data.catalog import DatasetInfo, dataset_info, locate
 from pipar.data.formats import Labels, Pixels
@@ -26,6 +25,7 @@ from pipar.data.request import Counts, Request, check_request, cut_counts, synth
 from pipar.errors import DataError
 from pipar.nn.inputs import InputForm, Inputs, in_dtype, mapped, rebuilt, tensors_of
 from pipar.nn.tasks import target_form
+from pipar.settings.training_sections import TaskSection
 from pipar.units import format_bytes
 from pipar.user_function import call_factory
 

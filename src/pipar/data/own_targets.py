@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipar.config import TaskSection
 from pipar.errors import DataError
 from pipar.nn.inputs import Inputs
+from pipar.settings.training_sections import TaskSection
 
 
 def own_target(given: Any, sample: Inputs, where: str, task: TaskSection) -> Inputs:

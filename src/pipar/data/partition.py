@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipar import random_streams
-from pipar.config import Config, device_names, device_specs
 from pipar.errors import ConfigError, DataError
+from pipar.settings.config import Config, device_names, device_specs
 
 Indices = NDArray[np.int64]
 Scheme = Literal["iid", "dirichlet", "shards"]

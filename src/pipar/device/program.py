@@ -14,7 +14,6 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from pipar.config import LARGEST_SCALE, LEAST_SCALE
 from pipar.device.intake import Commands, Intake
 from pipar.device.interfaces import DeviceLanes, DevicePart, Equipment
 from pipar.device.model import DeviceSideModel
@@ -36,6 +35,7 @@ from pipar.execution.spans import Clock, Recorder, pack_trace
 from pipar.execution.work import Work
 from pipar.json_records import is_number
 from pipar.privacy.budget import BudgetUse
+from pipar.settings.config import LARGEST_SCALE, LEAST_SCALE
 from pipar.transport.channel import Channel
 from pipar.transport.heartbeat import Heartbeat
 from pipar.transport.rate_estimate import read_traffic

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pipar.config import Config
 from pipar.data.catalog import dataset_info
 from pipar.events import Observer, ignore
 from pipar.job.workload import UserObjects, Workload
 from pipar.nn.cut_list import CutList
 from pipar.nn.inputs import InputForm
+from pipar.settings.config import Config
 
 
 def find_cuts(config: Config, observe: Observer = ignore) -> CutList:

@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
-from pipar.config import device_names
 from pipar.errors import InputError
 from pipar.events import Observer, Preparing, ignore
 from pipar.job.explanation import ExhaustiveSearch, Explanation, LeakageLimitCost, LinkState, Option, Plans
 from pipar.job.job import Job
 from pipar.job.plans import Rehearse, plans_by_estimate, search_job_plans, simulation
-from pipar.links import Link
 from pipar.planner.background_search import search_again
 from pipar.planner.candidates import candidates, plans_in_common
 from pipar.planner.encoding import reencoded
 from pipar.planner.exhaustive import ExhaustiveResult, search_all
 from pipar.planner.fleet import Fleet, Member, plans_by_device, plans_from_sample
 from pipar.planner.timing import Simulate, epoch_timing
+from pipar.settings.config import device_names
+from pipar.settings.links import Link
 
 #: For several kinds of devices, an exhaustive search tries the finest of these grids of N that is within the limit.
 _GRIDS = (

@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from pipar.config import device_names
 from pipar.execution.spans import Span
 from pipar.job.job import Job
-from pipar.links import Link
 from pipar.methods import Plan, plans_as_json
 from pipar.planner.candidates import needed_bytes
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.simulator import timeline
 from pipar.planner.stage_times import lane_s
 from pipar.planner.timing import LANES, Timing
+from pipar.settings.config import device_names
+from pipar.settings.links import Link
 
 Plans = Mapping[str, Plan]
 

@@ -7,11 +7,9 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pipar.config import Config, DeviceSpec, device_names, drawn_devices, draws_devices
 from pipar.execution.schedule import count_batches, count_pieces, cut_batch
 from pipar.execution.spans import SERVER
 from pipar.job.equivalence import EquivalenceFacts, equivalence_reasons
-from pipar.links import Link
 from pipar.methods import METHODS, Method, Plan
 from pipar.nn.cut_list import Cut, CutList
 from pipar.planner.costs import Costs
@@ -20,9 +18,11 @@ from pipar.privacy.budget import PrivacyGuard, PrivacyLimits, UpdateNoise, choos
 from pipar.profiling.cache import usable_cores
 from pipar.profiling.comparison import are_alike
 from pipar.profiling.profile import Profile
+from pipar.settings.config import Config, DeviceSpec, device_names, drawn_devices, draws_devices
+from pipar.settings.links import Link
+from pipar.settings.wording import equivalence
 from pipar.wire.messages import LABELS, TargetSize
 from pipar.wire.orders import Orders
-from pipar.wording import equivalence
 
 #: With more devices than this, `trace = "auto"` keeps the spans of a sample of them only.
 _FULL_TRACE_DEVICES = 200

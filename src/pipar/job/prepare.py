@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipar.config import Config, DeviceSpec, device_specs, refuse_cut_points, validated_keys
 from pipar.data.catalog import SYNTHETIC_SAMPLES, DatasetInfo, dataset_info
 from pipar.data.request import Request, check_request, published_counts
 from pipar.errors import ConfigError, DataError
@@ -32,6 +31,7 @@ from pipar.privacy.budget import choose_noise
 from pipar.profiling.machines import MACHINES
 from pipar.profiling.operation_counts import known_counts
 from pipar.profiling.profile import item_bytes
+from pipar.settings.config import Config, DeviceSpec, device_specs, refuse_cut_points, validated_keys
 from pipar.wire.messages import COUNT_BYTES, LABEL_BYTES, TargetSize
 
 if TYPE_CHECKING:

@@ -11,12 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipar.config import Config, OptimizerSection, TaskSection
-from pipar.config_file import config_from
 from pipar.errors import ConfigError
 from pipar.events import Observer, Preparing, ignore
 from pipar.nn.cut_list import CutList
-from pipar.optimizer_settings import OWN, step_cost
 from pipar.profiling.cache import find_profile, keep_profile
 from pipar.profiling.comparison import check_network
 from pipar.profiling.machines import MACHINES, machine_profile
@@ -33,6 +30,10 @@ from pipar.profiling.operation_counts import (
     with_shares,
 )
 from pipar.profiling.profile import LayerProfile, Profile
+from pipar.settings.config import Config
+from pipar.settings.config_file import config_from
+from pipar.settings.optimizers import OWN, step_cost
+from pipar.settings.training_sections import OptimizerSection, TaskSection
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from pipar.config import Config, device_names
 from pipar.device.interfaces import DeviceLanes, Equipment, MakeLanes
 from pipar.device.program import Device
 from pipar.events import EpochResult, Observer
 from pipar.execution.spans import CORE, SERVER, UPLINK, Recorder, Span
 from pipar.job.job import Bounds, Job
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.background_search import PlanSearch, ReplanBySearch, ReplanEncodings, search_by_estimate
 from pipar.planner.predictor import Predictor, forecast_rounds
@@ -38,6 +36,8 @@ from pipar.server.program import Server
 from pipar.server.sampling import Draw
 from pipar.server.session import fault
 from pipar.server.timeouts import SLOWEST_BPS, Forecast
+from pipar.settings.config import Config, device_names
+from pipar.settings.links import Link
 from pipar.transport.channel import Channel
 from pipar.transport.interface import Transport
 from pipar.transport.reconnect import Reconnector

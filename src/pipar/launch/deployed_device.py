@@ -14,7 +14,6 @@ from pathlib import Path
 
 from torch import nn
 
-from pipar.config import Config, DeviceSection, DeviceSpec
 from pipar.device.intake import Terms
 from pipar.device.interfaces import Equipment
 from pipar.errors import ConfigError, DataError
@@ -35,6 +34,7 @@ from pipar.privacy import accounting
 from pipar.privacy.budget import AllowedCuts, PrivacyGuard, PrivacyLimits
 from pipar.privacy.budget_file import BudgetFile, locked
 from pipar.profiling.profile import Profile
+from pipar.settings.config import Config, DeviceSection, DeviceSpec
 from pipar.transport.backoff import Backoff
 from pipar.transport.expiry import announce_expiry, expiring_files
 from pipar.transport.grpc_connect import connect

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from pipar.config import Config, device_specs
 from pipar.data.catalog import dataset_info
 from pipar.data.datasets import Images
 from pipar.errors import ConfigError, DataError
@@ -28,6 +27,7 @@ from pipar.nn.learner import Batches, TorchLearner
 from pipar.nn.models import uses_batch_statistics, uses_dropout
 from pipar.nn.split import named_layers
 from pipar.privacy.budget import choose_noise
+from pipar.settings.config import Config, device_specs
 
 
 def server_workload(config: Config) -> Workload:

@@ -8,9 +8,9 @@ import signal
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
-from pipar.config import Config, DeviceSection, DeviceSpec, device_specs
-from pipar.links import Link
 from pipar.nn.runtime import keep_freed_memory
+from pipar.settings.config import Config, DeviceSection, DeviceSpec, device_specs
+from pipar.settings.links import Link
 
 _NO_LINK = Link()
 

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipar.config import Config
 from pipar.errors import PlanError, StorageError, describe
 from pipar.events import Barred, Expiring, Listening, Observer, Reloaded, ReloadFailed, Resumed, SaveFailed, Stopping
 from pipar.execution.lanes import Lanes, ThreadLanes
@@ -41,7 +40,6 @@ from pipar.launch.deployed_process import (
 from pipar.launch.final_model import final_files
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import started_event
-from pipar.metric_settings import VAL_LOSS
 from pipar.monitoring.tracker_threads import Tracking, tracked
 from pipar.nn.learner import TorchLearner
 from pipar.planner.background_search import SearchProcess
@@ -52,6 +50,8 @@ from pipar.server.enrolment import OpenEnrolment
 from pipar.server.epoch_results import stale_epochs
 from pipar.server.liveness import LivenessMonitor
 from pipar.server.program import Server
+from pipar.settings.config import Config
+from pipar.settings.metrics import VAL_LOSS
 from pipar.storage.audit_log import AuditLog
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refuse_to_overwrite
 from pipar.storage.checkpoint_writer import CheckpointWriter

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from pipar.execution.lanes import Ended, Step, VirtualLanes
 from pipar.execution.work import Work
 from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.replanner import MeasuredLink, Replanner
 from pipar.recording.flight import RecordedRound
@@ -20,6 +19,7 @@ from pipar.recording.stage_times import begins_micro_batch
 from pipar.server.enrolment import ClosedEnrolment
 from pipar.server.sampling import Draw
 from pipar.server.session import Session
+from pipar.settings.links import Link
 from pipar.wire.messages import Body
 
 #: How often a replay looks for exclusions of a round that has not begun, and how far timers are rounded.

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipar import methods as known
-from pipar.aggregator_settings import check_method
-from pipar.config import Config, check_clipping, check_private_updates, device_names, device_specs, validated_keys
-from pipar.config_file import config_from, load_config, with_settings
 from pipar.errors import ConfigError
 from pipar.events import LOADING, EpochResult, Observer, Preparing, Started, Starting, ignore, tell_all
 from pipar.execution.spans import Span
@@ -23,17 +20,27 @@ from pipar.job.prepare import prepare, prepare_timing_only
 from pipar.launch.callbacks import Callback, Callbacks
 from pipar.launch.final_model import final_files
 from pipar.launch.rehearsal import rehearse
-from pipar.metric_settings import shown_name
 from pipar.monitoring.showing import shown
 from pipar.monitoring.tracker_threads import tracked
 from pipar.recording.recorder import check_can_record, recorded
 from pipar.server.allow_list import AllowList
+from pipar.settings.aggregators import check_method
+from pipar.settings.config import (
+    Config,
+    check_clipping,
+    check_private_updates,
+    device_names,
+    device_specs,
+    validated_keys,
+)
+from pipar.settings.config_file import config_from, load_config, with_settings
+from pipar.settings.metrics import shown_name
+from pipar.settings.wording import guess_text, ruled_out_text, setting_text, training_text
 from pipar.storage.comparison import Comparison
 from pipar.storage.result import Result
 from pipar.storage.run_folder import RunFolder, save_result, without_signals
 from pipar.storage.run_lock import folder_locked
 from pipar.storage.run_names import new_folder, remove_if_no_epochs, run_name
-from pipar.wording import guess_text, ruled_out_text, setting_text, training_text
 
 if TYPE_CHECKING:
     from pipar.job.workload import UserObjects, Workload

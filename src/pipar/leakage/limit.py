@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipar.config import Config, device_specs
 from pipar.errors import ConfigError, PlanError
 from pipar.leakage.table import LeakageTable, Subject
 from pipar.methods import METHODS
+from pipar.settings.config import Config, device_specs
 
 #: The attack that a limit must be measured with: resisting only a weak attack means nothing.
 STRONGEST = "decoder"

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pipar.config import Config
 from pipar.errors import ConfigError
 from pipar.json_records import list_of, object_of, only_fields, read_fields
+from pipar.settings.config import Config
 
 FORMAT = 1
 #: A larger PSNR is recorded as this: the images cannot be told apart.

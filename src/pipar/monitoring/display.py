@@ -37,7 +37,7 @@ from pipar.methods import METHODS, Plan
 from pipar.monitoring.epoch_lines import epoch_header, epoch_line, metrics_text, percent
 from pipar.monitoring.event_text import not_kept_text, refused_text, starting_text
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
-from pipar.wording import equivalence, equivalence_text, plans_text
+from pipar.settings.wording import equivalence, equivalence_text, plans_text
 
 #: How often the live part is drawn; more often would cost time without being seen.
 REFRESH_HZ = 4.0

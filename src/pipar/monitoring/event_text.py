@@ -54,8 +54,8 @@ from pipar.events import (
     Welcomed,
 )
 from pipar.methods import Plan
+from pipar.settings.wording import equivalence, equivalence_text
 from pipar.units import format_bytes, format_percent
-from pipar.wording import equivalence, equivalence_text
 
 #: Devices whose spent epsilon is listed in the line of a round, if they differ.
 _MOST_EPSILONS = 8

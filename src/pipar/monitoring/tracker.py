@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipar.config import Config
-from pipar.config_file import dump_config
 from pipar.errors import InputError
 from pipar.events import Started
-from pipar.wording import plans_text
+from pipar.settings.config import Config
+from pipar.settings.config_file import dump_config
+from pipar.settings.wording import plans_text
 
 Setting = str | int | float | bool
 

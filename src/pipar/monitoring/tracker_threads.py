@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
-from pipar.config import Config
 from pipar.events import EpochResult, Event, Observer, Started, TrackerFailed
 from pipar.monitoring.tracker import RunDescription, Tracker, check_installed, describe, make_tracker
+from pipar.settings.config import Config
 
 #: How long the end of a run waits for trackers that are still writing.
 PATIENCE_S = 60.0

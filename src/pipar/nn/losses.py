@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipar.config import TaskSection
 from pipar.errors import ConfigError, describe
 from pipar.nn.inputs import InputForm, Inputs, TensorForm, tensors_of
+from pipar.settings.training_sections import TaskSection
 
 #: A batch of targets, structured like inputs: a tensor, a tuple or a dictionary, each with a row for each sample.
 Targets = Inputs

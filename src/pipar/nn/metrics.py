@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipar.errors import ConfigError, describe
-from pipar.metric_settings import METRICS, shown_name
 from pipar.nn.inputs import tensors_of
 from pipar.nn.losses import ClassLoss, Loss
 from pipar.nn.tasks import Task
+from pipar.settings.metrics import METRICS, shown_name
 
 #: Curves over more than one label of each sample, as of pixels, have this many thresholds: all would fill the memory.
 _THRESHOLDS = 200

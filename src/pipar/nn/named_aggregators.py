@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from pipar.aggregator_settings import all_parameters, is_own
 from pipar.errors import ConfigError, PiparError, TrainingError
 from pipar.nn.aggregators import (
     Aggregator,
@@ -23,6 +22,7 @@ from pipar.nn.aggregators import (
 )
 from pipar.nn.averaging import State
 from pipar.nn.robust_aggregators import Krum, Median, TrimmedMean
+from pipar.settings.aggregators import all_parameters, is_own
 from pipar.user_function import call_factory
 
 _MAKERS: dict[str, Callable[..., Aggregator]] = {

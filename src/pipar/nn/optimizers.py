@@ -17,9 +17,9 @@ from torch import nn
 
 from pipar.errors import ConfigError, InputError, PiparError, ProtocolError
 from pipar.execution.schedule import StepCount
-from pipar.learning_schedules import Schedule
 from pipar.nn.tensors import check_range
-from pipar.optimizer_settings import OPTIMIZERS, OWN, REFUSED, state_copies
+from pipar.settings.optimizers import OPTIMIZERS, OWN, REFUSED, state_copies
+from pipar.settings.schedules import Schedule
 from pipar.user_function import load_factory
 
 Parameters = Mapping[str, nn.Parameter]

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from pipar.aggregator_settings import check_devices, trimmed_at_each_end
 from pipar.errors import TooFewDevicesError
 from pipar.nn.aggregators import DeviceModels, Stateless, mean_of
 from pipar.nn.averaging import State
+from pipar.settings.aggregators import check_devices, trimmed_at_each_end
 
 #: Values of all devices together that are sorted or compared at a time: 8 MiB in float64.
 _BLOCK = 1 << 20

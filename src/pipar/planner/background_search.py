@@ -17,7 +17,6 @@ from functools import partial
 from itertools import chain
 
 from pipar.errors import PlanError
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.calibration import situation_key
 from pipar.planner.encoding import reencoded
@@ -30,6 +29,7 @@ from pipar.planner.search_settings import QUICK, UNHURRIED, SearchSettings
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.stage_times import move_s
 from pipar.planner.timing import steady_epoch_s
+from pipar.settings.links import Link
 
 #: Returns the best plans of a fleet, given the current ones.
 PlanSearch = Callable[[Fleet, Mapping[str, Plan], SearchSettings], Awaitable[Mapping[str, Plan]]]

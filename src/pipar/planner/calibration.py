@@ -17,9 +17,9 @@ from functools import cached_property
 from statistics import median
 from typing import NamedTuple
 
-from pipar.links import Link
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
+from pipar.settings.links import Link
 
 #: Measurements that differ by less than about this share count as the same.
 _ABOUT = 0.2

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Literal
 
 from pipar.execution.schedule import count_batches, cut_batch, cut_epoch
-from pipar.links import Link
 from pipar.methods import Method, Plan
 from pipar.planner.costs import Costs
+from pipar.settings.links import Link
 from pipar.units import LIMITLESS_BPS
 from pipar.wire.encodings import LOSSY
 from pipar.wire.messages import LABELS, TargetSize

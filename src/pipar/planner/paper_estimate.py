@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass
 
 from pipar.errors import PlanError
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
 from pipar.profiling.profile import Profile
+from pipar.settings.links import Link
 
 #: Estimates this close, relative to the best, are a tie, which goes to the smaller N. The estimate is no more exact.
 #: Where the link or the server is the bottleneck, it never grows with N: without a tie, micro-batches of one sample

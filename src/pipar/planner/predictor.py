@@ -12,7 +12,6 @@ from dataclasses import replace
 from statistics import median_low
 from typing import TypeVar
 
-from pipar.links import Link
 from pipar.methods import METHODS, Plan
 from pipar.planner.calibration import Calibration, MachineHistory, calibrated
 from pipar.planner.compute_load import ComputeLoad, compute_loads, server_contention
@@ -20,6 +19,7 @@ from pipar.planner.fleet import Fleet
 from pipar.planner.replanner import MeasuredLink, differs
 from pipar.planner.simulator import simulate
 from pipar.planner.timing import FEWEST_ITERATIONS, STEADY_ITERATIONS, steady_epoch_s
+from pipar.settings.links import Link
 
 T = TypeVar("T")
 

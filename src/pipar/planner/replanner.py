@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from pipar.events import Observer, ReplanFailed, ignore
-from pipar.links import Link
 from pipar.methods import Plan
+from pipar.settings.links import Link
 from pipar.transport.shaping import Traffic
 from pipar.units import format_mbits
 

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipar.config import Config
 from pipar.errors import BudgetSpentError, ConfigError, NoBudgetLeftError, PrivacyError
 from pipar.privacy import accounting
+from pipar.settings.config import Config
 
 if TYPE_CHECKING:
     from pipar.privacy.mechanisms import NoiseSource

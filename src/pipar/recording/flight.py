@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from pipar.config import Config, DeviceSpec, drawn_devices
-from pipar.config_file import config_from
 from pipar.errors import ConfigError, InputError, PiparError
 from pipar.job.job import Job
 from pipar.json_records import is_number, is_whole
-from pipar.links import Link, parse_link
 from pipar.methods import Plan, check_plan
 from pipar.profiling.profile import Profile
 from pipar.recording.frames import read_records
 from pipar.recording.stage_times import RoundTimes, Sent, read_times
+from pipar.settings.config import Config, DeviceSpec, drawn_devices
+from pipar.settings.config_file import config_from
+from pipar.settings.links import Link, parse_link
 from pipar.wire import encodings
 from pipar.wire.messages import LABELS, TargetSize
 

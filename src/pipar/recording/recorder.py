@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipar.config import Config, device_names
-from pipar.config_file import dump_config
 from pipar.errors import ConfigError
 from pipar.events import (
     Away,
@@ -45,7 +43,6 @@ from pipar.events import (
 )
 from pipar.execution.spans import COMPUTE, IO, SERVER, Span
 from pipar.job.job import Job
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.profiling.cache import machine_fingerprint
 from pipar.profiling.machines import MACHINES
@@ -53,6 +50,9 @@ from pipar.recording import flight
 from pipar.recording.places import Places
 from pipar.recording.stage_times import DeviceModel, LinkModel, RoundTimes, Sent, Sizes, stage_times, times_to_json
 from pipar.recording.writer import RecordWriter, profile_record
+from pipar.settings.config import Config, device_names
+from pipar.settings.config_file import dump_config
+from pipar.settings.links import Link
 from pipar.storage.run_folder import RunFolder, versions
 from pipar.storage.whole_files import cannot_write
 from pipar.transport.shaping import Rates

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from pipar.job.job import Job
-from pipar.links import link_tree
 from pipar.profiling.profile import Profile
 from pipar.recording import flight
 from pipar.recording.frames import pack_record
+from pipar.settings.links import link_tree
 from pipar.storage.whole_files import append_whole
 
 #: Rounds, and records of all kinds, that may wait for the thread. In real time later ones are left out, so that a slow

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from pipar.config import Config, DeviceSection, DeviceSpec, device_specs
 from pipar.execution.spans import COMPUTE, DOWNLINK, UPLINK, slowest_to_fastest
 from pipar.methods import METHODS, Plan
 from pipar.planner.timing import LANES
 from pipar.report.record import RunRecord, configured, shown_epoch
 from pipar.report.timeline import MOST_SPANS, EpochTrace, epoch_timeline, iteration_timeline
+from pipar.settings.config import Config, DeviceSection, DeviceSpec, device_specs
+from pipar.settings.wording import equivalence_text, link_text, plans_text, privacy_text, setting_text
 from pipar.storage.run_json import plan_from_json
-from pipar.wording import equivalence_text, link_text, plans_text, privacy_text, setting_text
 
 #: Devices whose lanes are drawn: in the report of one run, and per run in a comparison.
 _DRAWN_ALONE, _DRAWN_COMPARED = 4, 2

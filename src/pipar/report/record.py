@@ -11,11 +11,11 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from pipar.config import Config, device_names, device_specs
-from pipar.config_file import config_from
 from pipar.errors import InputError
 from pipar.execution.spans import Span
 from pipar.methods import METHODS, Plan, plans_as_json
+from pipar.settings.config import Config, device_names, device_specs
+from pipar.settings.config_file import config_from
 from pipar.storage.run_json import read_rows
 from pipar.storage.trace_file import HEAD
 

@@ -18,7 +18,7 @@ from pipar.planner.search import search_plans
 from pipar.planner.search_settings import SearchSettings
 from pipar.planner.simulator import simulate
 from pipar.planner.timing import FEWEST_ITERATIONS, LANES, STEADY_ITERATIONS, Timing, steady_epoch_s
-from pipar.wording import plans_text
+from pipar.settings.wording import plans_text
 
 Plans = Mapping[str, Plan]
 #: A case to predict: the list for its result, its name, its fleet, and plans to start from.

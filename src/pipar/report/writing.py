@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipar.config import Config
 from pipar.errors import InputError, PiparError
 from pipar.events import Observer, ReportFailed, ReportWritten
 from pipar.job.job import Job
@@ -15,6 +14,7 @@ from pipar.report.content import content
 from pipar.report.page import render
 from pipar.report.record import RunRecord
 from pipar.report.what_if import what_if
+from pipar.settings.config import Config
 from pipar.storage.run_json import plan_from_json, strict_json
 from pipar.storage.run_names import comparison_name, new_folder
 from pipar.storage.whole_files import write_atomically

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipar.config import Config
 from pipar.events import LOADING, Observer, Preparing
 from pipar.html_table import html_facts, html_line, html_page, html_rows
 from pipar.launch.run import configuration_of, shown_as, with_functions
 from pipar.methods import Plan
+from pipar.settings.config import Config
+from pipar.settings.wording import link_text
 from pipar.storage import result_views
 from pipar.units import format_percent
-from pipar.wording import link_text
 
 if TYPE_CHECKING:
     import pandas

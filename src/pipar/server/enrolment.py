@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from pipar.config import DeviceSpec
 from pipar.errors import PlanError, ProtocolError, UnusableProfileError
 from pipar.job.job import Job
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.encoding import reencoded
 from pipar.planner.paper_estimate import estimate_plans
 from pipar.profiling.profile import Profile
 from pipar.server.allow_list import AllowList
 from pipar.server.device_messages import Introduction
+from pipar.settings.config import DeviceSpec
+from pipar.settings.links import Link
 from pipar.wire.orders import Orders
 
 #: Is called with the job when it has changed.

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pipar.events import EpochResult, Scores
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span
 from pipar.job.job import Bounds
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.planner.predictor import Predictor, entries_from
 from pipar.planner.replanner import MeasuredLink
+from pipar.settings.links import Link
 
 #: How long the server waits for the traces of the last round, apart from five times the length of the round.
 _LAST_TRACES_TIMEOUT_S = 60.0

@@ -11,7 +11,6 @@ from pipar.execution.lanes import Lanes
 from pipar.execution.schedule import StepCount
 from pipar.execution.spans import Recorder
 from pipar.execution.work import Place
-from pipar.links import Link
 from pipar.methods import Method, Plan
 from pipar.planner.replanner import Replanner
 from pipar.privacy.budget import PrivacyAccountant
@@ -21,6 +20,7 @@ from pipar.server.epoch_results import ResultCollector
 from pipar.server.patience import ChosenTimeouts
 from pipar.server.sampling import Draw
 from pipar.server.session import Session
+from pipar.settings.links import Link
 from pipar.wire.messages import LABELS, Body, Message, TargetSize
 from pipar.wire.orders import Orders, TrainedPart
 

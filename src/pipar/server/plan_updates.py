@@ -9,13 +9,13 @@ from functools import partial
 from pipar.events import Replanned
 from pipar.execution.lanes import Lanes
 from pipar.execution.work import Work
-from pipar.links import Link
 from pipar.methods import Plan
 from pipar.planner.replanner import MeasuredLink
 from pipar.server.allowances import Limits
 from pipar.server.interfaces import Learner, Services
 from pipar.server.membership import Membership
 from pipar.server.session import Session
+from pipar.settings.links import Link
 from pipar.wire.messages import Body, Kind, Message
 from pipar.wire.orders import Orders, plan_body
 

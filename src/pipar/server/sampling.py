@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Literal
 
-from pipar.config import drawn_devices, draws_devices
+from pipar.settings.config import drawn_devices, draws_devices
 
 
 class Draw:

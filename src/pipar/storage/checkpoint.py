@@ -19,9 +19,9 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
-from pipar.config import Config
 from pipar.errors import CheckpointError, InputError, UnknownCheckpointError
 from pipar.methods import Plan
+from pipar.settings.config import Config
 from pipar.storage.packed_rows import PackedRows
 from pipar.storage.whole_files import PRIVATE
 from pipar.wire.messages import Body

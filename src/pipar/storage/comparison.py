@@ -8,9 +8,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from pipar.html_table import html_line, html_page, html_rows
+from pipar.settings.wording import equivalence_text
 from pipar.storage import result_views
 from pipar.storage.result import Result
-from pipar.wording import equivalence_text
 
 if TYPE_CHECKING:
     import pandas

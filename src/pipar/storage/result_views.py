@@ -11,9 +11,9 @@ from typing import Any
 
 from pipar.extras import optional_library
 from pipar.html_table import html_facts, html_line, html_page, html_rows
+from pipar.settings.wording import equivalence_text, plans_text
 from pipar.storage.run_json import plan_from_json
 from pipar.units import format_percent
-from pipar.wording import equivalence_text, plans_text
 
 Row = Mapping[str, Any]
 WORLDS = {"real": "real processes", "virtual": "virtual time", "timing-only": "virtual time, timing only"}

@@ -13,7 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipar.config_file import dump_config
 from pipar.errors import StorageError
 from pipar.events import (
     BudgetSpent,
@@ -36,6 +35,8 @@ from pipar.job.job import Job
 from pipar.methods import Plan, plans_as_json
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.cache import machine_fingerprint
+from pipar.settings.config_file import dump_config
+from pipar.settings.wording import equivalence
 from pipar.storage.best_model import BestModel
 from pipar.storage.checkpoint import Checkpoint
 from pipar.storage.epoch_log import EpochLog
@@ -51,7 +52,6 @@ from pipar.storage.whole_files import (
     write_atomically,
 )
 from pipar.wire.messages import Body
-from pipar.wording import equivalence
 
 _VERSIONED = ("pipar", "torch", "numpy", "grpcio")
 _LAST_MODEL = "model-last.safetensors"

@@ -7,8 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
-from pipar.config import Config
 from pipar.errors import InputError
+from pipar.settings.config import Config
 
 
 def runs_folder() -> Path:

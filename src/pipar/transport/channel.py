@@ -14,7 +14,7 @@ from typing import Any
 from pipar.errors import LinkError, ProtocolError
 from pipar.execution.clock import sleep_until
 from pipar.execution.spans import Recorder
-from pipar.links import Link
+from pipar.settings.links import Link
 from pipar.transport.delay_line import DelayLine, delayed
 from pipar.transport.heartbeat import Silence
 from pipar.transport.interface import SendError, Transport

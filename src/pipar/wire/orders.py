@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipar.config import LARGEST_BATCH, LARGEST_SCALE, LEAST_SCALE, MOST_EPOCHS, MOST_LOCAL_EPOCHS
 from pipar.errors import ProtocolError
 from pipar.json_records import is_number
 from pipar.methods import Plan
+from pipar.settings.config import LARGEST_SCALE, LEAST_SCALE
+from pipar.settings.values import LARGEST_BATCH, MOST_EPOCHS, MOST_LOCAL_EPOCHS
 from pipar.wire import encodings
 from pipar.wire.messages import Body, Message, json_body, read_json
 

@@ -12,9 +12,9 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
-from pipar.config import Config, DeviceSection
 from pipar.errors import ConfigError, did_you_mean
-from pipar.links import link_tree
+from pipar.settings.config import Config, DeviceSection
+from pipar.settings.links import link_tree
 
 
 def load_config(

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipar.config_file import config_from
 from pipar.errors import ConfigError
-from pipar.wording import equivalence_text, privacy_text
+from pipar.settings.config_file import config_from
+from pipar.settings.wording import equivalence_text, privacy_text
 
 
 def spent(*of: tuple[int, float]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from pipar.config import Config, DeviceSection
-from pipar.links import Link
+from pipar.settings.config import Config, DeviceSection
+from pipar.settings.links import Link
 from pipar.units import format_mbits
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipar.config import Config, DeviceSection, device_specs
-from pipar.config_file import config_from, dump_config, load_config, with_settings
 from pipar.errors import ConfigError
 from pipar.launch.deployed_job import server_workload
-from pipar.links import Link
+from pipar.settings.config import Config, DeviceSection, device_specs
+from pipar.settings.config_file import config_from, dump_config, load_config, with_settings
+from pipar.settings.links import Link
 
 
 def test_an_empty_configuration_trains_vgg5_with_group_norm_on_digits_with_pipar() -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from pipar.config import Config, OptimizerSection, hints
-from pipar.config_file import config_from, dump_config, load_config, with_settings
 from pipar.errors import ConfigError
 from pipar.execution.schedule import StepCount
-from pipar.learning_schedules import Schedule
 from pipar.nn.optimizers import OptimizerSettings, PartOptimizer
-from pipar.optimizer_settings import OPTIMIZERS, REFUSED, state_copies
+from pipar.settings.config import Config, hints
+from pipar.settings.config_file import config_from, dump_config, load_config, with_settings
+from pipar.settings.optimizers import OPTIMIZERS, REFUSED, state_copies
+from pipar.settings.schedules import Schedule
+from pipar.settings.training_sections import OptimizerSection
 
 #: Arguments that only choose how torch computes.
 HOW = {"params", "lr", "self", "foreach", "fused", "capturable", "differentiable"}

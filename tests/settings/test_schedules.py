@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 from pipar.errors import ConfigError
 from pipar.execution.schedule import StepCount, count_steps
-from pipar.learning_schedules import SCHEDULES, Schedule
+from pipar.settings.schedules import SCHEDULES, Schedule
 
 STEPS = 40
 
