@@ -103,7 +103,7 @@ class Outcome:
 
     case: Case
     rounds_s: list[float] = field(default_factory=list)
-    before_s: list[float] = field(default_factory=list)  # of rounds before the death
+    before_s: list[float] = field(default_factory=list)  # of rounds before the death, with the device that dies
     died_at: float | None = None
     noticed_at: float | None = None
     falsely: list[str] = field(default_factory=list)
@@ -241,7 +241,8 @@ class _World:
         match event:
             case RoundOver():
                 outcome.rounds_s.append(now - self._over_at)
-                if not self._dead:
+                # A round that began before the device had joined is shorter than those with it.
+                if not self._dead and self._case.dies in event.counted:
                     outcome.before_s.append(now - self._over_at)
                 self._over_at = now
                 outcome.counted.append(dict(event.counted))

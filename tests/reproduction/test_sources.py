@@ -91,7 +91,7 @@ def test_an_edit_is_noticed_if_numbers_depend_on_the_file(
 
 
 @pytest.mark.slow
-def test_modules_that_do_not_count_are_imported_for_trackers_recordings_and_the_page_of_a_run_only() -> None:
+def test_modules_that_do_not_count_are_imported_to_show_track_record_and_report_a_run_only() -> None:
     modules = shape.modules()
     counted = [module for module in modules if sources.counts(module.replace(".", "/") + ".py")]
     others = modules.keys() - counted
@@ -102,6 +102,8 @@ def test_modules_that_do_not_count_are_imported_for_trackers_recordings_and_the_
         if target in others and module != "__main__"
     }
     assert imported == {
+        ("__init__", "scripting.plans"),
+        ("launch.run", "monitoring.showing"),
         ("launch.run", "monitoring.tracker_threads"),
         ("launch.run", "recording.recorder"),
         ("launch.run", "report.__init__"),
