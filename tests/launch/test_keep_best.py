@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.deployments import final_model, recomputed, training
 from support.programs import address_of, place
-from support.training import EXACT, Case, hand_made_profile, largest_error
+from support.training import EXACT, Case, largest_error
 
 import pipar
 from pipar.errors import ConfigError, TrainingError
@@ -36,13 +36,8 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Result]:
     """Run a small training with a profile made by hand, so that nothing is measured."""
-    case = Case("pipar", (1,), (3,), sizes=(20, 10), dtype="float32")
-    workload, file, tree = case.workload(), tmp_path / "profile.json", case.tree()
-    hand_made_profile(workload.build_model(), workload.input_shape, case.dtype).save(file)
-    tree["server"]["profile"] = str(file)
+    tree = Case("pipar", (1,), (3,), sizes=(20, 10), dtype="float32").tree_with_profile(tmp_path)
     tree["data"]["validation"] = 30
-    for device in tree["devices"]:
-        device["profile"] = str(file)
     return partial(pipar.run, tree, world="virtual")
 
 

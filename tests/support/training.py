@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,14 @@ class Case:
             "split_point": self.split_points[number % len(self.split_points)],
             "micro_batches": self.micro_batches[number % len(self.micro_batches)],
         }
+
+    def tree_with_profile(self, folder: Path) -> dict[str, Any]:
+        """Return the configuration with a profile made by hand, in a file, so that `pipar.run` measures nothing."""
+        workload, file, tree = self.workload(), folder / "profile.json", self.tree()
+        hand_made_profile(workload.build_model(), workload.input_shape, self.dtype).save(file)
+        for machine in (tree["server"], *tree["devices"]):
+            machine["profile"] = str(file)
+        return tree
 
     def workload(self, model: nn.Module | None = None, datasets: Any = None) -> Workload:
         config = config_from(self.tree())
