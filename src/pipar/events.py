@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipar.settings.metrics import Monitor
+from pipar.monitored_metric import Monitor
 
 
 @dataclass(frozen=True)

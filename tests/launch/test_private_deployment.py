@@ -98,7 +98,7 @@ def test_privacy_spent_in_an_unfinished_round_is_saved_with_the_round_before(tmp
     config = config_from({"privacy": {"noise_multiplier": 4.0}})
     accountant, saved = PrivacyAccountant(choose_noise(config)), Checkpoints(tmp_path)
     rows: dict[str, Any] = {"epochs": EpochLog(), "round_log": PackedRows(), "partly": {}}
-    folder: Any = SimpleNamespace(accountant=accountant, plans={}, equivalence_reasons=(), **rows)
+    folder: Any = SimpleNamespace(accountant=accountant, plans={}, drawn={}, equivalence_reasons=(), **rows)
 
     async def keep() -> list[dict[str, Any]]:
         lane = VirtualLanes(["save"], Recorder("server"), lambda _: 0.0)

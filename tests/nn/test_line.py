@@ -212,7 +212,7 @@ def test_parts_know_how_much_of_a_batch_running_averages_take() -> None:
     known = {path: module.momentum for path, module in server.named_modules() if hasattr(module, "momentum")}
     assert known == {"layer1.0.norm": 0.3, "layer1.1.norm": 0.3}
     part = SharedServerPart(copy.deepcopy(server), sgd(), task=classification(10))
-    part.forward((torch.rand(3, 4, 2, 2, dtype=torch.float64), torch.arange(3), 3))
+    part.forward((torch.rand(3, 4, 2, 2, dtype=torch.float64), torch.arange(3), 3, 3.0))
     assert sum(name.endswith("running_var") for name in part._batch_statistics()) == 2
 
 

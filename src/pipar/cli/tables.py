@@ -16,9 +16,9 @@ from rich.text import Text
 
 from pipar.leakage.table import as_rows, how_lines, last_line
 from pipar.methods import Plan
+from pipar.monitored_metric import VAL_LOSS
 from pipar.monitoring.epoch_lines import metrics_text, number_text, percent
 from pipar.settings.config import Config
-from pipar.settings.metrics import VAL_LOSS
 from pipar.settings.wording import equivalence_text, privacy_text, range_text, setting_text
 from pipar.storage.run_json import plan_from_json
 from pipar.units import format_bytes

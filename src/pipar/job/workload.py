@@ -26,6 +26,7 @@ from pipar.job.cut_cache import kept_line
 from pipar.job.own_function import OWN, OwnFunction, checked_function
 from pipar.job.own_module import OwnModule
 from pipar.methods import METHODS
+from pipar.monitored_metric import VAL_LOSS, Monitor
 from pipar.nn.cut_list import CutList
 from pipar.nn.cut_listing import layer_cuts
 from pipar.nn.frozen import check_stays_frozen, check_trains, freeze
@@ -44,7 +45,7 @@ from pipar.nn.tasks import ONE_LABEL, Task
 from pipar.nn.tensors import TORCH_DTYPES
 from pipar.privacy.mechanisms import noisy
 from pipar.settings.config import Config, device_names, device_specs, refuse_cut_points
-from pipar.settings.metrics import VAL_LOSS, Monitor, is_own, shown_name
+from pipar.settings.metrics import is_own, shown_name
 from pipar.user_function import call_factory, load_factory
 
 _EVALUATION_BATCH = 250

@@ -40,6 +40,7 @@ from pipar.launch.deployed_process import (
 from pipar.launch.final_model import final_files
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import started_event
+from pipar.monitored_metric import VAL_LOSS
 from pipar.monitoring.tracker_threads import Tracking, tracked
 from pipar.nn.learner import TorchLearner
 from pipar.planner.background_search import SearchProcess
@@ -51,7 +52,6 @@ from pipar.server.epoch_results import stale_epochs
 from pipar.server.liveness import LivenessMonitor
 from pipar.server.program import Server
 from pipar.settings.config import Config
-from pipar.settings.metrics import VAL_LOSS
 from pipar.storage.audit_log import AuditLog
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refuse_to_overwrite
 from pipar.storage.checkpoint_writer import CheckpointWriter

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from pipar.events import Scores
+from pipar.monitored_metric import Monitor
 from pipar.nn.inputs import Inputs, call
 from pipar.nn.losses import ClassLoss, Targets
 from pipar.nn.metrics import NamedMetric
 from pipar.nn.tasks import Task
-from pipar.settings.metrics import Monitor
 
 #: Loads the inputs and targets of a batch.
 Load = Callable[[], tuple[Inputs, Targets]]

@@ -20,6 +20,7 @@ from pipar.errors import (
     describe,
     is_lack_of_memory,
 )
+from pipar.monitored_metric import Monitor
 from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
 from pipar.nn.evaluation import Evaluator, Load
 from pipar.nn.frozen import changing_state, frozen_layers, frozen_names
@@ -33,7 +34,6 @@ from pipar.nn.snapshot import Snapshot
 from pipar.nn.split import join_states, part_of_state, split_model, whole_module
 from pipar.nn.tasks import Task
 from pipar.nn.tensors import changes_body, check_finite, check_range, read_state, state_body, weights_sha256
-from pipar.settings.metrics import Monitor
 from pipar.wire.messages import Body
 from pipar.wire.orders import TrainedPart
 

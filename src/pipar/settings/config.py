@@ -11,10 +11,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from pipar.errors import ConfigError
 from pipar.methods import METHODS
+from pipar.monitored_metric import VAL_LOSS
 from pipar.settings import values
 from pipar.settings.aggregators import all_parameters, check_devices, check_method, known_aggregator
 from pipar.settings.links import Link, parse_link
-from pipar.settings.metrics import VAL_LOSS
 from pipar.settings.training_sections import OptimizerSection, Section, TaskSection
 from pipar.settings.values import (
     Epochs,

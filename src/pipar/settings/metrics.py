@@ -35,23 +35,6 @@ METRICS: Mapping[str, MetricInfo] = MappingProxyType(
 )
 
 
-#: What is compared unless run.monitor names a metric.
-VAL_LOSS = "val_loss"
-
-
-@dataclass(frozen=True)
-class Monitor:
-    """What the best model and the patience of a training go by: the validation loss, or a metric by its name."""
-
-    name: str = VAL_LOSS
-    higher_is_better: bool = False
-
-    def of(self, loss: float | None, metrics: Mapping[str, float]) -> float | None:
-        """Return what is compared, of which lower is better: a metric of which higher is better changes its sign."""
-        value = loss if self.name == VAL_LOSS else metrics.get(self.name)
-        return -value if value is not None and self.higher_is_better else value
-
-
 def is_own(name: str) -> bool:
     """Return True for a user's function, "package.module:function"."""
     return ":" in name
