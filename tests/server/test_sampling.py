@@ -1,4 +1,4 @@
-"""Which devices are drawn for a round: by the seed, equally often, whoever comes and goes."""
+"""Which devices are drawn for a round: by the seed, equally often, also if devices come and go."""
 
 from __future__ import annotations
 

@@ -20,8 +20,10 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def _crc(content: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True, default=str).encode())
+def _fingerprint(content: Any, default: Any) -> int:
+    """Return a number that differs with the content; 0 for the default one."""
+    text, usual = (json.dumps(one, sort_keys=True, default=str) for one in (content, default))
+    return 0 if text == usual else zlib.crc32(text.encode())
 
 
 class TaskSection(Section):
@@ -52,7 +54,7 @@ class TaskSection(Section):
     @property
     def fingerprint(self) -> int:
         """A number that differs with the settings that both sides need alike; 0 for the default ones."""
-        return 0 if self.trained == TaskSection().trained else _crc(self.trained)
+        return _fingerprint(self.trained, TaskSection().trained)
 
     @model_validator(mode="after")
     def _fits_loss(self) -> TaskSection:
@@ -175,10 +177,9 @@ class OptimizerSection(Section):
 
         The learning rate is not among them: a device gets it from its server.
         """
-        content = self._needed_alike()
-        return 0 if content == OptimizerSection()._needed_alike() else zlib.crc32(content.encode())
+        return _fingerprint(self._needed_alike(), OptimizerSection()._needed_alike())
 
-    def _needed_alike(self) -> str:
+    def _needed_alike(self) -> Any:
         """Return the settings with all defaults, so that it does not matter whether one of those was written."""
         own = OPTIMIZERS[self.name].arguments if self.factory is None else {}
         content = {
@@ -189,7 +190,7 @@ class OptimizerSection(Section):
             "schedule": [self.schedule, {**SCHEDULES.get(self.schedule, {}), **self.scheduling}, self.warmup],
             "clip": None if self.clip_norm is None else [self.clip, self.clip_norm],
         }
-        return json.dumps(_with_floats(content), sort_keys=True, default=str)
+        return _with_floats(content)
 
     @property
     def kind(self) -> str:
