@@ -18,6 +18,7 @@ from benchmarks import (
     demo,
     efficiency,
     exact_wire,
+    examples,
     frozen,
     hostility,
     large_model,
@@ -70,9 +71,10 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "virtual_soak": soak.measure_virtual,
     "soak": soak.measure,
     "any_network": any_network.measure,
+    "examples": examples.measure,
 }
 #: These take long, or need packages that are not installed: run only if named.
-ON_REQUEST = ("hostility", "reproduction_full", "long_run", "virtual_soak", "soak", "any_network")
+ON_REQUEST = ("hostility", "reproduction_full", "long_run", "virtual_soak", "soak", "any_network", "examples")
 
 
 def main(names: list[str]) -> int:

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.record import Claim
+from pipar.cutting.line import Line, line_of
 from pipar.errors import ModelError
-from pipar.nn.inputs import InputForm, Inputs
-from pipar.nn.line import Line, line_of
-from pipar.nn.models import check_fits
-from pipar.nn.tasks import classification
+from pipar.networks.models import check_fits
+from pipar.tasks.task import classification
+from pipar.tensors.inputs import InputForm, Inputs
 
 CLASSES = 5
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

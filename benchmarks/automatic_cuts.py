@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from benchmarks.record import Claim, pipar
-from pipar.nn.models import NETWORKS, build_model
+from pipar.networks.models import NETWORKS, build_model
 
 SHAPE, CLASSES = (3, 32, 32), 10
 LINKS = ("4g", "wifi")

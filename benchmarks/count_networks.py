@@ -15,11 +15,11 @@ from torch import nn
 
 import pipar.profiling
 from pipar.data.catalog import CATALOG
-from pipar.nn.blocks import NORMS
-from pipar.nn.models import NETWORKS, build_model
-from pipar.nn.rectified import rectified_cuts
+from pipar.networks.blocks import NORMS
+from pipar.networks.models import NETWORKS, build_model
 from pipar.profiling.operation_counter import count_layers
 from pipar.profiling.operation_counts import FEW_CLASSES, MANY_CLASSES, counts_key, pack_counts, rectified_at
+from pipar.tensors.rectified import rectified_cuts
 
 FILE = Path(pipar.profiling.__file__).with_name("networks.json")
 Case = tuple[str, str, tuple[int, int, int]]

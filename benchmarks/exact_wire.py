@@ -19,13 +19,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.record import Claim
+from pipar.cutting.split import split_model
 from pipar.data.shard import Shard
 from pipar.job.workload import Workload
 from pipar.nn.optimizers import OptimizerSettings
-from pipar.nn.rectified import rectified_cuts
 from pipar.nn.runtime import keep_freed_memory, one_thread
-from pipar.nn.split import split_model
 from pipar.settings.config_file import load_config
+from pipar.tensors.rectified import rectified_cuts
 from pipar.wire.encodings import chunk_sizes
 from pipar.wire.tensor_codec import encode
 

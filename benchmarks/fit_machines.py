@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import least_squares
 
-from pipar.nn.models import build_model
-from pipar.nn.tasks import classification
+from pipar.networks.models import build_model
 from pipar.profiling.measure import measure_profile
 from pipar.profiling.operation_counter import count_layers
 from pipar.profiling.operation_counts import Counts, PassCount
 from pipar.profiling.profile import Profile
+from pipar.tasks.task import classification
 
 CASES = [
     ("vgg5", "group", (3, 32, 32)),

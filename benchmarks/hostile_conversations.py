@@ -22,7 +22,7 @@ from benchmarks.hostile_frames import changes_bodies, coded_body
 from pipar.errors import PiparError
 from pipar.execution.spans import COMPUTE, IO, EpochTrace, Totals, pack_trace
 from pipar.wire.frames import Assembler, cut_message, pack_frame, unpack_frame
-from pipar.wire.messages import UNNUMBERED, Body, Kind, Message, json_body, read_json
+from pipar.wire.messages import UNNUMBERED, Body, Kind, Message, json_body, norm_body, numbers_body, read_json
 
 #: What a device that trains says about itself; its batches have two micro-batches of five samples.
 SAMPLES, BATCH, PIECE = 20, 10, 5
@@ -33,6 +33,9 @@ _EXTREMES: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2**31, 2**63, 10**39, -(10**39), 1e308, -1e308, 5e-324, float("nan"), float("inf"),
     _LONG_NUMBER, "", "x" * 100_000, "\x00\n\x1b[2J", "é" * 64, [], [[[]]], {}, [0] * 1000, {"a": {"b": []}},
 )  # fmt: skip
+
+
+_NORMS = (0.0, 1.0, -1.0, 1e36, 1e300, float("nan"), float("inf"))
 
 
 class RefusedError(Exception):
@@ -176,14 +179,26 @@ def _trace(epoch: int) -> Message:
     return Message(Kind.TRACE, epoch, body=Body.of(pack_trace(EpochTrace("x", epoch, totals)), encoding="trace"))
 
 
+def _norm(epoch: int, iteration: int, squared: float = 0.5) -> Message:
+    return Message(Kind.NORM, epoch, iteration, body=norm_body(squared))
+
+
+def _kept(chance: random.Random, epoch: int, iteration: int, piece: int) -> Message:
+    """Return a micro-batch that refers to activations which the server has never kept."""
+    numbers = struct.pack(f"<{PIECE}I", *(chance.choice((0, 1, 7, 2**32 - 1)) for _ in range(PIECE)))
+    return Message(Kind.ACTIVATION, epoch, iteration, piece, PIECE, BATCH, numbers_body(numbers))
+
+
 def _spoilt_model(chance: random.Random, model: bytes) -> Body:
-    """Return a model that must never count: not finite, of another shape, cut off, or of nothing."""
+    """Return a model that must never count: not finite, far from all others, of another shape, or cut off."""
     spoilt = bytearray(model or bytes(200))
-    way = chance.randrange(5)
+    way = chance.randrange(6)
     if way == 0:
         spoilt[-64:] = struct.pack("<d", float("nan")) * 8
     elif way == 1:
         spoilt[-64:] = struct.pack("<d", 1e300) * 8
+    elif way == 5:
+        spoilt[-64:] = struct.pack("<d", chance.choice((1e6, -1e12, 1e17))) * 8
     elif way == 2:
         del spoilt[chance.randrange(len(spoilt)) :]
     elif way == 3:
@@ -201,7 +216,10 @@ def any_message(chance: random.Random, line: Line) -> Message:
 
     kind = chance.choice([*Kind, Kind.ACTIVATION, Kind.ACTIVATION, Kind.END_EPOCH, Kind.MODEL])
     if kind is Kind.ACTIVATION and chance.random() < 0.7:
-        return activation(chance, line.epoch, chance.randint(1, 3), chance.randint(1, 3))
+        make = chance.choice((activation, activation, _kept))
+        return make(chance, line.epoch, chance.randint(1, 3), chance.randint(1, 3))
+    if kind is Kind.NORM and chance.random() < 0.7:
+        return _norm(line.epoch, chance.randint(1, 3), chance.choice(_NORMS))
     if kind is Kind.END_EPOCH and chance.random() < 0.7:
         return _end(line.epoch, **{chance.choice(("samples", "loss_sum", "up_s", "ready")): chance.choice(_EXTREMES)})
     if kind is Kind.TRACE and chance.random() < 0.7:
@@ -297,7 +315,22 @@ async def clash(peer: Peer, target: Target, chance: random.Random) -> None:
 async def almost(peer: Peer, target: Target, chance: random.Random) -> None:
     """Train a round as an honest device does, up to one thing that is wrong."""
     wrong = chance.choice(
-        ("values", "nan", "label", "samples", "batch", "encoding", "repeat", "early", "end", "model", "model", "model")
+        (
+            "values",
+            "nan",
+            "label",
+            "samples",
+            "batch",
+            "encoding",
+            "repeat",
+            "early",
+            "norm",
+            "kept",
+            "end",
+            "model",
+            "model",
+            "model",
+        )
     )
     at = chance.randint(1, 2)
     odd: dict[str, dict[str, Any]] = {
@@ -312,15 +345,16 @@ async def almost(peer: Peer, target: Target, chance: random.Random) -> None:
         for iteration in (1, 2):
             for piece in (1, 2):
                 is_wrong = iteration == at and piece == 2
-                await line.say(
-                    activation(chance, line.epoch, iteration, piece, **odd.get(wrong, {}) if is_wrong else {})
-                )
+                make = _kept if is_wrong and wrong == "kept" else activation
+                await line.say(make(chance, line.epoch, iteration, piece, **odd.get(wrong, {}) if is_wrong else {}))
                 if is_wrong and wrong == "repeat":
                     await line.say(activation(chance, line.epoch, iteration, piece))
             if not await line.until(lambda due=2 * iteration: line.gradients >= due) or (
                 wrong == "early" and iteration == at
             ):
                 break
+            is_wrong = iteration == at and wrong == "norm"
+            await line.say(_norm(line.epoch, iteration, chance.choice((-1.0, 1e37, float("nan"))) if is_wrong else 0.5))
         samples = chance.choice((1, SAMPLES + 1, 10**8)) if wrong == "end" else SAMPLES
         await line.say(_end(line.epoch, samples=samples))
         await line.say(Message(Kind.MODEL, line.epoch, body=_spoilt_model(chance, line.model)))

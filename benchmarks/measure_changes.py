@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 import pipar.profiling
-from pipar.nn.blocks import NORMS
-from pipar.nn.models import NETWORKS, build_model
-from pipar.nn.tasks import classification
+from pipar.networks.blocks import NORMS
+from pipar.networks.models import NETWORKS, build_model
 from pipar.profiling.coding_costs import changes_in_a_round, run_through
 from pipar.profiling.measurement_task import Batch
 from pipar.profiling.operation_counts import shares_key
+from pipar.tasks.task import classification
 
 FILE = Path(pipar.profiling.__file__).with_name("changes.json")
 SHAPE, CLASSES, SAMPLES, STEPS = (3, 32, 32), 10, 8, 3

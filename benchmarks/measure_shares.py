@@ -18,13 +18,13 @@ from torch.nn import functional
 
 import pipar.profiling
 from pipar.data.datasets import Images, load_dataset
-from pipar.nn.blocks import NORMS
-from pipar.nn.models import NETWORKS, build_model
-from pipar.nn.rectified import rectified_cuts
-from pipar.nn.tasks import classification
+from pipar.networks.blocks import NORMS
+from pipar.networks.models import NETWORKS, build_model
 from pipar.profiling.coding_costs import run_through
 from pipar.profiling.measurement_task import Batch
 from pipar.profiling.operation_counts import shares_key
+from pipar.tasks.task import classification
+from pipar.tensors.rectified import rectified_cuts
 
 FILE = Path(pipar.profiling.__file__).with_name("shares.json")
 SHAPE, CLASSES = (3, 32, 32), 10

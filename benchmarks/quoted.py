@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import prediction, privacy
+from benchmarks import examples, prediction, privacy
 from benchmarks.privacy_picture import picture
 from benchmarks.record import RESULTS
 
@@ -17,6 +17,15 @@ README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
 PRIVACY = ROOT / "docs" / "explanation" / "privacy-costs.md"
 PRIVACY_TABLES = ROOT / "docs" / "reference" / "privacy-cost-tables.md"
+FOREIGN = ROOT / "docs" / "reference" / "foreign-networks.md"
+#: By example, the page with its tables.
+EXAMPLE_PAGES = {
+    "diabetes": ROOT / "docs" / "how-to" / "regression.md",
+    "unet": ROOT / "docs" / "examples" / "unet.md",
+    "shakespeare": ROOT / "docs" / "examples" / "shakespeare.md",
+    "minilm": ROOT / "docs" / "examples" / "minilm.md",
+    "timm_network": ROOT / "docs" / "examples" / "timm.md",
+}
 PRIVACY_PICTURE = ROOT / "docs" / "images" / "privacy-costs.svg"
 
 
@@ -66,7 +75,6 @@ QUOTES = (
         "bytes at the first cut, lossless encoding / raw float32: VGG-5, VGG-16, ResNet-18, MobileNetV3-Small",
         "exact_wire",
         tuple(_SHARE.format(model) for model in ("vgg5", "vgg16", "resnet18", "mobilenetv3_small")),
-        in_readme=True,
     ),
     Quote(
         "epoch on 4G, lossless encodings / raw: VGG-5 real, VGG-5 virtual, VGG-16 virtual",
@@ -82,7 +90,6 @@ QUOTES = (
         "predicted / measured epoch, two real devices, VGG-5: 4G, 4G+, Wi-Fi",
         "prediction",
         tuple(_PREDICTED.format("vgg5", link) for link in prediction.LINKS),
-        in_readme=True,
     ),
     Quote(
         "the same for MobileNetV3-Small",
@@ -209,6 +216,33 @@ def quoted_privacy_tables(text: str) -> str:
     return _filled(text, {name: privacy.table(of) for name, of in cells.items()})
 
 
+def quoted_foreign(text: str) -> str:
+    """Return the page of networks of other libraries with its table."""
+    return _filled(text, {"networks": "\n".join(_foreign_lines(_result("any_network")))})
+
+
+def _foreign_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    yield "| library | network | recorded | cuts offered | check passed | tensors at a cut, at most | reason if not |"
+    yield "|---|---|---|---:|---|---:|---|"
+    for row in result["details"]["rows"]:
+        reason = " ".join(row["reason"].replace("|", "/").split())
+        recorded, passed = ("yes" if row[key] else "no" for key in ("exported", "passed"))
+        yield (
+            f"| {row['library']} | {row['network']} | {recorded} | {row['cuts']} | {passed} | {row['most_tensors']} "
+            f"| {reason} |"
+        )
+    yield f"\nMeasured on {result['date']}: {result['machine']}, `{result['command']}`."
+
+
+def quoted_example(name: str, text: str) -> str:
+    """Return the page of an example with its tables."""
+    found = _result("examples")["details"][name]
+    tables = {"methods": examples.table(found)}
+    if name == "minilm":
+        tables["epochs"] = examples.epochs_table(found)
+    return _filled(text, tables)
+
+
 def privacy_picture() -> str:
     """Return the picture of the page about the cost of privacy."""
     return picture(privacy.planned_cells(_result("privacy")["details"]), privacy.NETWORKS)
@@ -230,4 +264,7 @@ if __name__ == "__main__":
     MEASURED.write_text(quoted_measured(MEASURED.read_text("utf-8")), "utf-8")
     PRIVACY.write_text(quoted_privacy(PRIVACY.read_text("utf-8")), "utf-8")
     PRIVACY_TABLES.write_text(quoted_privacy_tables(PRIVACY_TABLES.read_text("utf-8")), "utf-8")
+    FOREIGN.write_text(quoted_foreign(FOREIGN.read_text("utf-8")), "utf-8")
     PRIVACY_PICTURE.write_text(privacy_picture(), "utf-8")
+    for example, page in EXAMPLE_PAGES.items():
+        page.write_text(quoted_example(example, page.read_text("utf-8")), "utf-8")

@@ -99,15 +99,17 @@ class _Log:
 
     def _read(self) -> None:
         assert self._server.stderr is not None
-        for line in self._server.stderr:
-            said = json.loads(line)
-            if "event" in said:
-                with self._news:
-                    self.seen.append(said)
-                    self._news.notify_all()
-        with self._news:
-            self._ended = True
-            self._news.notify_all()
+        try:
+            for line in self._server.stderr:
+                said = json.loads(line)
+                if "event" in said:
+                    with self._news:
+                        self.seen.append(said)
+                        self._news.notify_all()
+        finally:  # also if a line is no JSON: whatever waits for an event must not wait forever
+            with self._news:
+                self._ended = True
+                self._news.notify_all()
 
     def until(self, event: str, epoch: int | None = None, device: str | None = None) -> Mapping[str, Any]:
         """Return the first event of this kind, of this epoch or device if given."""

@@ -18,9 +18,9 @@ from typing import Any
 import click
 
 import pipar
+from pipar.aggregation.aggregators import Aggregator, DeviceModel, DeviceModels
 from pipar.cli import cli
 from pipar.errors import InputError
-from pipar.nn.aggregators import Aggregator, DeviceModel, DeviceModels
 
 FOLDER = Path(__file__).parent / "reference"
 #: The width that click leaves for text in a terminal of 80 columns; fixed, so that the page is always the same.

@@ -26,8 +26,8 @@ _LINK = re.compile(r"(?<=\]\()(?!\w+:|[#/])([^)\s#]+)(#[^)\s]*)?(?=\))")
 
 def on_config(config: Any) -> Any:
     """Fill the navigation's "Decisions" with the list of decisions, in order."""
-    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-    listed = [{_title(page): f"decisions/{page.name}"} for page in pages]
+    pages = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    listed = [{"All decisions": "decisions/index.md"}, *({_title(page): f"decisions/{page.name}"} for page in pages)]
     config.nav = [{"Decisions": listed} if "Decisions" in entry else entry for entry in config.nav]
     return config
 

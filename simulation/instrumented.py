@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from pipar.cutting.split import split_model
 from pipar.execution.schedule import StepCount
 from pipar.execution.spans import SERVER
 from pipar.job.workload import Workload
+from pipar.nn.device_part import TorchDevicePart
 from pipar.nn.learner import TorchLearner
-from pipar.nn.parts import MicroBatch, TorchDevicePart, TorchServerPart
-from pipar.nn.split import split_model
-from pipar.nn.tensors import state_body
+from pipar.nn.micro_batches import MicroBatch
+from pipar.nn.server_part import TorchServerPart
+from pipar.tensors.bodies import state_body
 from pipar.wire.messages import Body, Message
 from pipar.wire.orders import Orders, TrainedPart
 from simulation.tampering import HUGE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,18 +67,55 @@ def only_members_count(epoch: int, counted: Sequence[str], members: Sequence[str
         raise Violation("only members count", f"round {epoch} counts {strangers[0]}, which only attacks.")
 
 
-def samples_count_once(device: str, *, own: int, said: int, stepped: int | None, begun: int) -> None:
-    """A device counts in a round with each of its samples once, and its replica was trained on exactly these."""
+def samples_count_once(device: str, *, own: int, said: int, stepped: int | None, begun: int, passes: int) -> None:
+    """A device counts in a round with each of its samples once; its replica was trained on these in each pass."""
     if said != own:
         raise Violation("samples count once", f"{device} counts with {said} samples, but it has {own}.")
-    if stepped is not None and stepped != own:
+    if stepped is not None and stepped != passes * own:
         raise Violation(
-            "samples count once", f"the replica of {device} was trained on {stepped} samples, but it has {own}."
+            "samples count once",
+            f"the replica of {device} was trained on {stepped} samples, but it has {own} and makes {passes} passes.",
         )
     if begun:
         raise Violation(
             "samples count once", f"{device} counts with {begun} samples of a batch that was not followed by a step."
         )
+
+
+def enough_are_drawn(share: int | float, drawn: Collection[str], present: Collection[str]) -> None:
+    """As many devices are drawn as configured, each once, and only devices that are present."""
+    wanted = share if isinstance(share, int) else int(share * len(present) + 0.5)
+    expected = max(1, min(wanted, len(present)))
+    if len(drawn) != expected or not set(drawn) <= set(present):
+        raise Violation(
+            "draws are fair", f"{len(drawn)} devices of {len(present)} were drawn; {share} asks for {expected}."
+        )
+
+
+def seldom_drawn_come_first(epoch: int, drawn: Collection[str], counts: Mapping[str, int]) -> None:
+    """No device is drawn while another one that is present, and was drawn less often, is not."""
+    often = max((counts[name] for name in drawn if name in counts), default=0)
+    for name in sorted(counts.keys() - set(drawn)):
+        if counts[name] < often:
+            raise Violation(
+                "draws are fair",
+                f"{name} was drawn {counts[name]} times, another device {often} times and again for round {epoch}.",
+            )
+
+
+def draws_are_remembered(device: str, drawn: int, remembered: int) -> None:
+    """A server that resumes knows of every round that a device was drawn for."""
+    if remembered < drawn:
+        raise Violation(
+            "draws are fair", f"{device} was drawn for {drawn} rounds; a server that resumes knows of {remembered}."
+        )
+
+
+def only_drawn_devices_count(epoch: int, trained: Collection[str], drawn: Collection[str]) -> None:
+    """Only devices that were drawn for a round are in its model."""
+    others = sorted(set(trained) - set(drawn))
+    if others:
+        raise Violation("draws are fair", f"round {epoch} has the work of {others[0]}, which was not drawn for it.")
 
 
 def counted_once_each(devices: Sequence[str]) -> None:

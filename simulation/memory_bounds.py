@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from pipar.events import Away, Back, Event, Joined, Left, Lost, Replanned
 from pipar.execution.spans import SERVER
@@ -56,7 +56,7 @@ class MemoryBounds:
             case _:
                 pass
 
-    def end_round(self, present: Sequence[str], replicas: Mapping[str, int]) -> None:
+    def end_round(self, present: Collection[str], replicas: Mapping[str, int]) -> None:
         """Count the rounds for which there has been a replica without its device."""
         absent = replicas.keys() - {*present, SERVER}
         self._rounds_absent = {name: self._rounds_absent.get(name, 0) + 1 for name in absent}
@@ -108,7 +108,7 @@ class MemoryBounds:
         # Layers are moved before the plan is sent.
         replica = whole if scenario.replans else profile.parameter_bytes(plan.split_point + 1, LAYERS)
         momentum = whole if scenario.keep_state and scenario.replans else 0
-        trace = _SPANS_BYTES * (samples // BATCH + 1) * (plan.micro_batches + 1)
+        trace = _SPANS_BYTES * scenario.local_epochs * (samples // BATCH + 1) * (plan.micro_batches + 1)
         rounds = 3 + math.floor(scenario.resume_window_s / (scenario.round_deadline_s or math.inf))
         # Where an encoding saves nothing, it adds a little for each chunk.
         coded = activations * OVERHEAD_BYTES // scenario.coded_chunk_bytes

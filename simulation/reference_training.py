@@ -17,13 +17,21 @@ from simulation.scenario import BATCH
 State = Mapping[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Rules:
+    """How a device trains in a round."""
+
+    optimizer: OptimizerSettings
+    passes: int = 1  # over its samples
+
+
 def copied(state: State) -> State:
     """Return a copy of all tensors."""
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
 def federated_round(
-    model: nn.Sequential, before: State, shards: Mapping[str, Shard], epoch: int, rules: OptimizerSettings
+    model: nn.Sequential, before: State, shards: Mapping[str, Shard], epoch: int, rules: Rules
 ) -> State:
     """Return the mean, weighted by samples, of the models that these devices train from the previous one."""
     total = sum(len(shard) for shard in shards.values())
@@ -38,10 +46,10 @@ def _mean(weighted: Sequence[tuple[Tensor, float]]) -> Tensor:
     return torch.stack([tensor * share for tensor, share in weighted]).sum(0)
 
 
-def _one_device(model: nn.Sequential, before: State, shard: Shard, epoch: int, rules: OptimizerSettings) -> State:
+def _one_device(model: nn.Sequential, before: State, shard: Shard, epoch: int, rules: Rules) -> State:
     model.load_state_dict(before)
     velocity: dict[str, Tensor] = {}
-    for batch in _batches(shard, epoch, batch_statistics=_has_batch_statistics(model)):
+    for batch in _batches(shard, epoch, rules, batch_statistics=_has_batch_statistics(model)):
         _descend(model, velocity, batch, rules)
     return model.state_dict()
 
@@ -52,7 +60,7 @@ def split_learning_round(
     velocity: State,
     shards: Mapping[str, Shard],
     epoch: int,
-    rules: OptimizerSettings,
+    rules: Rules,
 ) -> tuple[State, State]:
     """Return the model that passes from device to device, and the momentum of the server's layers.
 
@@ -61,7 +69,7 @@ def split_learning_round(
     model.load_state_dict(before)
     for shard in shards.values():
         moving = dict(velocity)  # a device's own layers start without momentum
-        for batch in _batches(shard, epoch, batch_statistics=_has_batch_statistics(model)):
+        for batch in _batches(shard, epoch, rules, batch_statistics=_has_batch_statistics(model)):
             _descend(model, moving, batch, rules)
         velocity = {name: moving[name] for name in velocity}
     return copied(model.state_dict()), velocity
@@ -82,7 +90,7 @@ def splitfed_v2_round(
     velocity: State,
     contributions: Mapping[str, Contribution],
     epoch: int,
-    rules: OptimizerSettings,
+    rules: Rules,
 ) -> tuple[State, State]:
     """Return the model of a round of SplitFed V2, and the momentum of the server's layers.
 
@@ -95,7 +103,7 @@ def splitfed_v2_round(
     turns = [
         (n, name, batch)
         for name, one in contributions.items()
-        for n, batch in _trained_batches(one, epoch, batch_statistics=with_statistics)
+        for n, batch in _trained_batches(one, epoch, rules, batch_statistics=with_statistics)
     ]
     for _, name, batch in sorted(turns, key=lambda turn: turn[:2]):
         model.load_state_dict({**parts[name], **server})
@@ -115,38 +123,42 @@ def _mean_of_parts(parts: Mapping[str, State], contributions: Mapping[str, Contr
 
 
 def _trained_batches(
-    one: Contribution, epoch: int, *, batch_statistics: bool
+    one: Contribution, epoch: int, rules: Rules, *, batch_statistics: bool
 ) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     """Yield the batches that a device has trained, with their numbers."""
     left = one.samples
-    for number, batch in enumerate(_batches(one.shard, epoch, batch_statistics=batch_statistics), start=1):
+    for number, batch in enumerate(_batches(one.shard, epoch, rules, batch_statistics=batch_statistics), start=1):
         left -= len(batch[1])
         if left < 0:
             return
         yield number, batch
 
 
-def _batches(shard: Shard, epoch: int, *, batch_statistics: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    order, start = shard.order(epoch), 0
-    for size in cut_epoch(len(order), BATCH, batch_statistics=batch_statistics):
-        yield shard.batch(epoch, order[start : start + size])
-        start += size
+def _batches(shard: Shard, epoch: int, rules: Rules, *, batch_statistics: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of a round; each pass over the samples has its own order."""
+    for number in range((epoch - 1) * rules.passes + 1, epoch * rules.passes + 1):
+        order, start = shard.order(number), 0
+        for size in cut_epoch(len(order), BATCH, batch_statistics=batch_statistics):
+            yield shard.batch(number, order[start : start + size])
+            start += size
 
 
 def _has_batch_statistics(model: nn.Sequential) -> bool:
     return any(isinstance(layer, nn.BatchNorm1d) for layer in model.modules())
 
 
-def _descend(
-    model: nn.Sequential, velocity: dict[str, Tensor], batch: tuple[Tensor, Tensor], rules: OptimizerSettings
-) -> None:
+def _descend(model: nn.Sequential, velocity: dict[str, Tensor], batch: tuple[Tensor, Tensor], rules: Rules) -> None:
     """Take one step on a batch: v = mu v + g and w = w - lr v; a weight without a velocity has v = 0."""
     inputs, labels = batch
-    assert rules.learning_rate is not None
-    momentum = rules.arguments["momentum"]
+    rate, momentum = rules.optimizer.learning_rate, rules.optimizer.arguments["momentum"]
+    assert rate is not None
     weights = dict(model.named_parameters())
     gradients = torch.autograd.grad(F.cross_entropy(model(inputs), labels), list(weights.values()))
+    if rules.optimizer.clip_norm is not None:
+        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+        share = (rules.optimizer.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        gradients = tuple(gradient * share for gradient in gradients)
     with torch.no_grad():
         for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
             velocity[name] = momentum * velocity[name] + gradient if name in velocity else gradient
-            weight.sub_(rules.learning_rate * velocity[name])
+            weight.sub_(rate * velocity[name])

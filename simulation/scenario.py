@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from pipar.methods import METHODS, Plan
+from pipar.settings.config import drawn_devices
 from pipar.wire import encodings
 
 #: Kinds of faults and their relative frequencies. `docs/faults.md` describes each.
@@ -96,12 +98,20 @@ class Scenario:
     network: str = "plain"  # "plain", "batch-norm" or "dropout"
     privacy: Privacy | None = None
     is_traced: bool = False
+    local_epochs: int = 1  # passes over its samples that a device trains in each round
+    devices_per_round: int | float | Literal["all"] = "all"
+    clip_norm: float | None = None  # of the gradients of both sides of a cut
     skews_s: dict[str, float] = field(default_factory=dict)  # by machine: how far its clock is ahead
     faults: tuple[Fault, ...] = field(default=())
 
     @property
     def names(self) -> list[str]:
         return list(self.samples)
+
+    @property
+    def draws(self) -> bool:
+        """Whether some devices are drawn for each round."""
+        return self.devices_per_round != "all"
 
     @property
     def is_exact(self) -> bool:
@@ -136,9 +146,12 @@ class Scenario:
         devices = ", ".join(f"{name} {self.samples[name]} samples {self.plans[name]}" for name in self.names)
         private = "" if self.privacy is None else f", budget of {self.privacy.releases} releases"
         traced = ", traced" if self.is_traced else ""
+        drawn = f", {self.devices_per_round} devices a round" if self.draws else ""
+        passes = f", {self.local_epochs} passes a round" if self.local_epochs > 1 else ""
+        clipped = "" if self.clip_norm is None else f", clipped at {self.clip_norm:g}"
         return (
             f"{self.method}, {self.network}, {self.rounds} rounds, at least {self.min_devices} devices, window "
-            f"{self.resume_window_s:g} s, {deadline}{private}{traced}: {devices}"
+            f"{self.resume_window_s:g} s, {deadline}{private}{traced}{drawn}{passes}{clipped}: {devices}"
         )
 
 
@@ -177,7 +190,8 @@ def draw_scenario(seed: int, devices: int = 5, rounds: int = 5) -> Scenario:
         encoding=coding.choice(("raw", "auto", "planes", "sparse-planes", "sparse-planes")),
         faults=draw_faults(rng, names, rounds, max(window_s, 1.0)),
     )
-    return _with_surroundings(scenario, random.Random(f"surroundings {seed}"))
+    scenario = _with_surroundings(scenario, random.Random(f"surroundings {seed}"))
+    return _with_rounds(scenario, random.Random(f"rounds {seed}"))
 
 
 def _with_surroundings(scenario: Scenario, rng: random.Random) -> Scenario:
@@ -200,6 +214,23 @@ def _with_surroundings(scenario: Scenario, rng: random.Random) -> Scenario:
         is_traced=rng.random() < 0.25,
         skews_s={name: rng.choice((0.0, 1.0)) * 10 ** rng.uniform(2, 7) for name in ("server", *scenario.names)},
         faults=tuple(sorted((*scenario.faults, *attacks), key=lambda fault: (fault.after_round, fault))),
+    )
+
+
+def _with_rounds(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Return the scenario with passes over the samples, drawn devices, and clipped gradients."""
+    devices = len(scenario.names)
+    passes = rng.choices((1, 2, 3), (7, 2, 1))[0]
+    share: int | float = rng.choice((rng.randint(1, devices), 0.4, 0.7))
+    draws = rng.random() < 0.3 and not scenario.keep_state
+    clips = rng.random() < 0.25 and not METHODS[scenario.method].shares_server_model and scenario.privacy is None
+    drawn = drawn_devices(share, devices) if draws else devices
+    return replace(
+        scenario,
+        local_epochs=passes,
+        devices_per_round=share if draws else "all",
+        min_devices=min(scenario.min_devices, drawn),
+        clip_norm=rng.choice((0.2, 1.0)) if clips else None,
     )
 
 

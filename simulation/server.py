@@ -13,6 +13,7 @@ from functools import partial
 
 from pipar.errors import InputError, ProtocolError, StorageError
 from pipar.events import (
+    Drawn,
     Dropped,
     EpochResult,
     Event,
@@ -33,7 +34,6 @@ from pipar.launch.assemble import ServerSetup, assemble_server
 from pipar.launch.rehearsal import rehearse
 from pipar.methods import METHODS, Plan
 from pipar.nn.learner import LearnerSettings
-from pipar.nn.tasks import classification
 from pipar.server.enrolment import OpenEnrolment
 from pipar.server.program import Server
 from pipar.settings.config import DeviceSpec
@@ -43,6 +43,7 @@ from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.run_folder import RunFolder
 from pipar.storage.run_lock import folder_locked
 from pipar.storage.whole_files import keep_trying
+from pipar.tasks.task import classification
 from pipar.wire.orders import TrainedPart
 from simulation.clocks import running_loop
 from simulation.disk import DiskTroubles, UnreliableDisk, overwrite_newest_checkpoint, prepare_start
@@ -192,6 +193,7 @@ class SimulatedServer:
         if found is not None:
             learner.restore(found.tensors)
         env.checks.resume_after(done)
+        env.draws.resume_after(done, {} if found is None else found.notes.get("drawn", {}))
         observe = process.while_alive(folder.event_recorder(lambda event: self._observe(event, learner)))
         job = replace(job, plans={}, sizes={})
         enrolment = OpenEnrolment(job, {}, self._spec, partial(make_plans, rehearse=rehearse))
@@ -220,6 +222,7 @@ class SimulatedServer:
                 session_numbers=iter(lambda: 1 + self._draws.getrandbits(31), 0),
                 checkpointer=checkpointer,
                 accountant=folder.accountant,
+                drawn=folder.drawn,
                 done=[result.val_loss for result in folder.epochs][:done],
             ),
         )
@@ -368,15 +371,25 @@ class SimulatedServer:
                 checks.breach(event.device, ProtocolError(event.reason))
             case Dropped() if "broke the protocol" in event.reason:
                 checks.breach(event.device, ProtocolError(event.reason))
+            case Drawn():
+                assert self._program is not None
+                self._env.draws.drawn(event, [one.device for one in self._program.sessions if one.is_welcome])
             case RoundOver():
-                if self._program is not None and self._learner is not None:
-                    present = [session.device for session in self._program.sessions]
-                    self._env.memory.end_round(present, self._learner.replica_bytes())
+                self._env.draws.round_is_over(event.epoch, [*event.counted, *event.partly])
+                self._note_replicas(event.epoch)
                 checks.round_is_over(event, learner.state())
                 if self._folder is not None:
                     self._env.ledgers.round_is_over(self._folder.accountant, checks.counted)
             case _:
                 pass
+
+    def _note_replicas(self, epoch: int) -> None:
+        """Note which replicas there are at the end of a round: those of the devices that are here and were drawn."""
+        if self._program is not None and self._learner is not None:
+            present = {session.device for session in self._program.sessions}
+            if self._env.scenario.draws:
+                present.intersection_update(self._env.draws.of_round(epoch))
+            self._env.memory.end_round(present, self._learner.replica_bytes())
 
     def _aggregated(self, returned: Sequence[TrainedPart], trained: Mapping[str, tuple[int, int]]) -> None:
         self._env.checks.aggregated(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +13,13 @@ import numpy as np
 
 from pipar.transport.interface import Transport
 from pipar.wire.frames import Frame, cut_message
-from pipar.wire.messages import LABEL_BYTES, Body, Kind, Message, json_body
+from pipar.wire.messages import LABEL_BYTES, Body, Kind, Message, json_body, norm_body
 
 #: Returns the message that a hostile device sends instead of its own; the same one if it leaves it alone.
 Tamper = Callable[[Message], Message]
 #: Finite in float64, and beyond any number that a training needs.
 HUGE = 1e200
+LARGE = 1e12
 _TRICKLE_S = 1.5
 
 
@@ -105,14 +107,28 @@ def claims_samples(message: Message) -> Message:
 
 def sends_huge_models(message: Message) -> Message:
     """Return weights that are finite, and far beyond those of any training."""
+    return _with_weights(message, HUGE)
+
+
+def sends_large_models(message: Message) -> Message:
+    """Return weights that can be computed with, but with which no other device could train any more."""
+    return _with_weights(message, LARGE)
+
+
+def _with_weights(message: Message, value: float) -> Message:
     if message.kind is not Kind.MODEL or message.body.encoding != "safetensors":
         return message
     content = bytearray(message.body.contiguous())
     start = 8 + int.from_bytes(content[:8], "little")
     weights = np.frombuffer(content, "float64", count=(len(content) - start) // 8, offset=start)
     weights.flags.writeable = True
-    weights[:] = HUGE
+    weights[:] = value
     return replace(message, body=Body.of(content, encoding="safetensors"))
+
+
+def sends_impossible_norms(message: Message) -> Message:
+    """Send a norm of the gradient with which nothing can be clipped."""
+    return replace(message, body=norm_body(math.nan)) if message.kind is Kind.NORM else message
 
 
 def repeats_itself(message: Message) -> Message:
@@ -134,6 +150,8 @@ TAMPERS: tuple[Tamper, ...] = (
     sends_impossible_labels,
     claims_samples,
     sends_huge_models,
+    sends_large_models,
+    sends_impossible_norms,
     repeats_itself,
     trickles,
 )

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from pipar.data.datasets import Images
-from pipar.job.workload import UserObjects, Workload
-from pipar.nn.inputs import InputForm
+from pipar.job.user_objects import UserObjects
+from pipar.job.workload import Workload
 from pipar.privacy import accounting
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.settings.config import Config
 from pipar.settings.config_file import config_from
+from pipar.tensors.inputs import InputForm
 from pipar.wire import encodings
 from simulation.scenario import BATCH, LAYERS, RECTIFIED, Scenario
 
@@ -47,6 +48,8 @@ def _config(scenario: Scenario) -> Config:
                 "epochs": scenario.rounds,
                 "batch_size": BATCH,
                 "seed": scenario.seed,
+                "local_epochs": scenario.local_epochs,
+                "devices_per_round": scenario.devices_per_round,
                 "trace": "full" if scenario.is_traced else "off",
             },
             "model": {"dtype": "float64", "norm": "none"},
@@ -54,6 +57,7 @@ def _config(scenario: Scenario) -> Config:
             "optimizer": {
                 "learning_rate": 0.1,
                 "state_at_aggregation": "keep" if scenario.keep_state else "reset",
+                **({} if scenario.clip_norm is None else {"clip_norm": scenario.clip_norm}),
             },
             "server": {
                 "cores": 2,

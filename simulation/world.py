@@ -24,6 +24,7 @@ from simulation.checks import Checks
 from simulation.clocks import WorldLoop, machine_here, running_loop
 from simulation.device import SimulatedDevice
 from simulation.disk import DiskTroubles, PowerLossError, replaced_in, results_on
+from simulation.draws import Draws
 from simulation.environment import Environment
 from simulation.faults import apply_faults
 from simulation.invariants import MemoryUse, Violation, memory_is_bounded, programs_do_not_fail, training_ends
@@ -112,7 +113,8 @@ class World:
         memory = MemoryBounds(scenario, training.profile)
         self._network.observe_down = self._observe_down
         ledgers = Ledgers(scenario.privacy, folder / "devices", self._checks)
-        self._env = Environment(scenario, run, training, self._network, processes, self._checks, memory, ledgers)
+        draws = Draws(scenario, self._checks)
+        self._env = Environment(scenario, run, training, self._network, processes, self._checks, memory, ledgers, draws)
         self._server = SimulatedServer(self._env, troubles)
         self._devices = {name: SimulatedDevice(name, self._env, self._server.finish_again) for name in scenario.names}
         self._most = MemoryUse("all")

@@ -154,6 +154,22 @@ def test_importing_does_not_import_torch_grpc_or_uvicorn() -> None:
 
 
 @pytest.mark.slow
+def test_importing_pipar_imports_none_of_its_packages_until_a_name_is_used() -> None:
+    code = """
+import pipar, sys
+def packages():
+    names = [name.split(".") for name in sys.modules if name.startswith("pipar.")]
+    return sorted({name[1] for name in names if len(name) > 2})
+print(packages(), set(pipar.__all__) <= set(dir(pipar)))
+pipar.Config
+print(packages())
+print([name for name in pipar.__all__ if getattr(pipar, name) is None])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.stdout.splitlines(), done.stderr) == (["[] True", "['settings']", "[]"], "")
+
+
+@pytest.mark.slow
 def test_the_shape_is_printed() -> None:
     text = "\n".join(shape.report())
     for what in ("modules at the root", "lines a module", "lines a function", "constructor parameters", "cycles"):

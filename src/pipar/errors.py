@@ -94,7 +94,7 @@ class ServerStopsError(SessionOverError):
 
 
 class CredentialError(LinkError):
-    """One side refuses the other's credentials, or what answers at the server's address is no pipar server.
+    """One side refuses the other's credentials, or what answers at the server's address is not a pipar server.
 
     It ends a device that has never been admitted. A device that has been admitted keeps trying: anyone may answer at
     an address for a while.

@@ -24,6 +24,24 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class DeviceScores:
+    """How good a model is on each device's own samples, in result.json and metrics.jsonl."""
+
+    epoch: int  # of the global model
+    devices: dict[str, dict[str, float]] = field(default_factory=dict)  # by device: samples, loss, and other values
+    mean: dict[str, float] = field(default_factory=dict)  # over devices, each counts once
+    worst_decile: dict[str, float] = field(default_factory=dict)  # the mean over the tenth with the worst values
+    missing: dict[str, str] = field(default_factory=dict)  # devices without values, and why
+    higher_is_better: dict[str, bool] = field(default_factory=dict)  # by the names of values
+    seconds: float = 0.0  # from the first message to the last answer
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Scores:
     """How good a model is on a held-out set."""
 
@@ -31,11 +49,12 @@ class Scores:
     accuracy: float | None = None  # None if the task has no classes
     metrics: dict[str, float] = field(default_factory=dict)  # by name
     monitor: Monitor = field(default_factory=Monitor)
+    devices: DeviceScores | None = None  # on the samples of devices
 
     @property
     def compared(self) -> float | None:
         """What the best model goes by; lower is better."""
-        return self.monitor.of(self.loss, self.metrics)
+        return self.monitor.of(self.loss, self.metrics, {} if self.devices is None else self.devices.mean)
 
 
 @dataclass(frozen=True)
@@ -64,9 +83,14 @@ class EpochResult:
     device_bytes: dict[str, list[int]] = field(default_factory=dict)  # by device: up, down
     device_rates: dict[str, list[float | None]] = field(default_factory=dict)  # likewise, measured bits per second
     val_metrics: dict[str, float] = field(default_factory=dict)  # by name
+    device_metrics: dict[str, Any] = field(default_factory=dict)  # of `DeviceScores`; empty if no device evaluates
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def compared(self, monitor: Monitor) -> float | None:
+        """What the best model goes by; lower is better."""
+        return monitor.of(self.val_loss, self.val_metrics, self.device_metrics.get("mean"))
 
 
 @dataclass(frozen=True)
@@ -248,6 +272,14 @@ class Drawn:
     devices: tuple[str, ...]
     present: int
     counts: dict[str, int] = field(default_factory=dict)  # what the next draw depends on, by device
+
+
+@dataclass(frozen=True)
+class DevicesEvaluated:
+    """All devices that are here have evaluated the final model; only some devices take part in a round."""
+
+    epoch: int
+    scores: dict[str, Any]  # of `DeviceScores`
 
 
 @dataclass(frozen=True)
@@ -468,6 +500,7 @@ Event = (
     | TimeoutsChosen
     | RoundOver
     | Drawn
+    | DevicesEvaluated
     | EquivalenceChanged
     | RoundRestarted
     | BudgetSpent

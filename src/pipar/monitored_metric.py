@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 #: What is compared unless run.monitor names a metric.
 VAL_LOSS = "val_loss"
+#: Before the name of a value that is the mean over the devices' own samples, as in "devices/accuracy".
+ON_DEVICES = "devices/"
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,12 @@ class Monitor:
     name: str = VAL_LOSS
     higher_is_better: bool = False
 
-    def of(self, loss: float | None, metrics: Mapping[str, float]) -> float | None:
+    def of(
+        self, loss: float | None, metrics: Mapping[str, float], on_devices: Mapping[str, float] | None = None
+    ) -> float | None:
         """Return what is compared, of which lower is better: a metric of which higher is better changes its sign."""
-        value = loss if self.name == VAL_LOSS else metrics.get(self.name)
+        if self.name.startswith(ON_DEVICES):
+            value = (on_devices or {}).get(self.name.removeprefix(ON_DEVICES))
+        else:
+            value = loss if self.name == VAL_LOSS else metrics.get(self.name)
         return -value if value is not None and self.higher_is_better else value

@@ -75,6 +75,21 @@ def couples(named):
 def lbfgs(named):
     return torch.optim.LBFGS([weight for _, weight in named])
 
+class Noted(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["note"] = "text"
+
+def noted(named):
+    return Noted([weight for _, weight in named], lr=0.1)
+
+def nothing(named):
+    return None
+
+def first_only(named):
+    return torch.optim.SGD([weight for _, weight in named][:1], lr=0.1)
+
 def rises(step, total):
     return -1.0
 
@@ -187,7 +202,7 @@ COMMANDS = [
     # optimisers
     ("run --set optimizer.name=adm", "optimizer.name = 'adm' is not known (did you mean 'adam'?); allowed are sgd,"),
     ("plan --set optimizer.name=lbfgs", "optimizer.name = 'lbfgs' cannot be used: it evaluates the loss several times"),
-    ("run --set optimizer.betas=[0.9,0.99]", "optimizer.betas = [0.9, 0.99] is no argument of sgd: its own are"),
+    ("run --set optimizer.betas=[0.9,0.99]", "optimizer.betas = [0.9, 0.99] is not an argument of sgd: it has"),
     ("run --set optimizer.name=adam --set optimizer.betas=0.9", "adam takes a list of 2 numbers."),
     (
         "run --virtual --set optimizer.name=adam --set optimizer.betas=[2,0.9]",
@@ -196,7 +211,7 @@ COMMANDS = [
     ("run --virtual --set optimizer.name=muon", "optimizer.name = 'muon' cannot be made: ValueError: Muon only"),
     (
         "run --virtual --set optimizer.factory=own_models:couples",
-        "an optimiser that couples parameters cannot train a network whose layers are on two machines.",
+        "an optimiser that couples parameters cannot train a network with layers on two machines.",
     ),
     (
         "run --virtual --set optimizer.factory=own_models:lbfgs",
@@ -204,6 +219,26 @@ COMMANDS = [
     ),
     ("run --virtual --set optimizer.factory=own_models:number", "is of type int, not a function: name a function."),
     ("run --set optimizer.factory=a:b --set optimizer.learning_rate=1", "optimizer.learning_rate is given with"),
+    ("run --virtual --set optimizer.factory=own_models:noted", "as str, but only tensors and numbers can be moved"),
+    ("run --virtual --set optimizer.factory=own_models:nothing", "returned NoneType, not a torch.optim.Optimizer."),
+    (
+        "run --virtual --set optimizer.factory=own_models:first_only",
+        "must give every parameter to its optimiser exactly once.",
+    ),
+    ("run --set optimizer.factory=a:b --set optimizer.groups=[{match=['x']}]", "optimizer.groups is given with"),
+    ("run --set optimizer.clip_norm=0", "optimizer.clip_norm = 0 is not allowed: it should be greater than 0"),
+    (
+        "run --set optimizer.state_at_aggregation=keep --set optimizer.momentum_at_aggregation=reset",
+        "is the former name of optimizer.state_at_aggregation, which is 'keep': give only the latter.",
+    ),
+    (
+        "run --set optimizer.state_at_aggregation=keep --set privacy.noise_multiplier=1",
+        "optimizer.state_at_aggregation = 'keep' cannot be combined with noise on updates",
+    ),
+    (
+        "run --set optimizer.name=adagrad --set optimizer.schedule=onecycle",
+        "adagrad has neither: set optimizer.scheduling.cycle_momentum = false.",
+    ),
     ("run --set optimizer.schedule=cosin", "optimizer.schedule = 'cosin' is not known (did you mean 'cosine'?)"),
     ("run --set optimizer.schedule=step", "optimizer.schedule = 'step' needs optimizer.scheduling.step_size"),
     ("run --set optimizer.schedule=cosine --set optimizer.scheduling.gamma=1", "does not belong to the schedule"),
@@ -216,8 +251,11 @@ COMMANDS = [
         "run --virtual --set optimizer.schedule=own_models:rises",
         "optimizer.schedule 'own_models:rises' returned -1.0 for step 0",
     ),
-    ("run --method sl --set optimizer.clip_norm=1", "needs a server-side model for each device, but in 'sl' all share"),
-    ("compare --timing-only --methods fl,sfl2 --set optimizer.clip_norm=1", "but in 'sfl2' all share one"),
+    (
+        "run --method sl --set optimizer.clip_norm=1",
+        "needs a server-side model for each device, but in 'sl' all devices",
+    ),
+    ("compare --timing-only --methods fl,sfl2 --set optimizer.clip_norm=1", "but in 'sfl2' all devices share one"),
     (
         "run --set optimizer.clip_norm=1 --set privacy.noise_multiplier=1",
         "devices would send the norms of their gradients without noise. Write 'side'.",
@@ -325,6 +363,7 @@ COMMANDS = [
     ('run --virtual --set task.metrics=["f2"]', "names 'f2', which is not a metric; there are accuracy, precision"),
     ('run --virtual --set task.metrics=["f1","f1"]', "has 'f1' twice"),
     (f'{NUMBERS} --set task.metrics=["auroc"]', "task.metrics names 'auroc', which compares classes, but the loss mse"),
+    (f'{NUMBERS} --set task.metrics=["perplexity"]', "'perplexity', which compares classes, but the loss mse"),
     ('run --virtual --set task.metrics=["r2"]', "which compares numbers, but the loss cross_entropy"),
     (f'{NUMBERS} --set task.metrics=["own_models:no_number"]', "returns a Tensor: it must return one number"),
     (f'{NUMBERS} --set task.metrics=["own_models:failing"]', "The metric failing cannot be computed: ValueError"),
@@ -339,6 +378,11 @@ COMMANDS = [
     ("run --virtual --set run.devices_per_round=0.0", "run.devices_per_round = 0"),
     ("run --virtual --set run.devices_per_round=5", "[[devices]] has only 4"),
     ("run --virtual --set run.devices_per_round=2 --set server.min_devices=3", "fewer than server.min_devices = 3"),
+    (
+        "run --virtual --set run.devices_per_round=2 --set optimizer.state_at_aggregation=keep",
+        "'keep' cannot be combined with run.devices_per_round: the server keeps nothing of devices that are not drawn.",
+    ),
+    ("run --virtual --set run.monitor=f1", "run.monitor = 'f1' is neither 'val_loss' nor a metric of this training"),
     # devices that may not take part
     ("run --virtual --set server.allow=['device-1']", "server.allow does not name 'device-2', which is in [[devices]]"),
     ("run --timing-only --set server.allow=nobody.txt", "Cannot read the names of the devices that may take part"),

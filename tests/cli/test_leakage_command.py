@@ -18,7 +18,7 @@ from pipar.errors import PlanError
 from pipar.events import Event, Preparing
 from pipar.job.leakage_audit import checked_cuts
 from pipar.leakage.table import LeakageTable
-from pipar.nn.models import build_model
+from pipar.networks.models import build_model
 
 Pipar = Callable[..., str]
 SMALL = ["--data", "synthetic", "--set", "data.shape=[3,16,16]", "--set", "data.samples_per_device=20", "--images", "3"]

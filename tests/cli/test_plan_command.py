@@ -355,8 +355,8 @@ def test_a_difference_that_rounds_to_zero_has_no_sign(share: float, text: str) -
     ("relative", "says"),
     [
         (1.01, None),
-        (0.9995, "Differences up to 0.2 % are ties, which the plan with fewer micro-batches wins."),
-        (0.97, "Those with a minus"),
+        (0.9995, "Differences up to 0.2 % are ties: the plan with fewer micro-batches wins."),
+        (0.97, "Plans with a minus"),
     ],
 )
 def test_a_runner_up_that_seems_faster_is_explained(board: Path, relative: float, says: str | None) -> None:

@@ -151,10 +151,10 @@ OVERSIZED = {
     "a welcome": [Message(Kind.WELCOME, body=Body(2_000_000))],
     "the model of a part that it does not have": [welcome(), Message(Kind.MODEL, 0, body=Body(20_000_016))],
     "a model before a plan for it": [welcome(), MODEL, Message(Kind.MODEL, 0, body=Body(20_000_016)), plan(2)],
-    "momentum": [
+    "optimiser state": [
         welcome(replace(ORDERS, keep_state=True)), MODEL, plan(2), Message(Kind.STATE, 1, body=Body(22_000_000)),
     ],
-    "momentum that is not kept": [welcome(), MODEL, plan(2), Message(Kind.STATE, 1, body=Body(20_000_000))],
+    "optimiser state that is not kept": [welcome(), MODEL, plan(2), Message(Kind.STATE, 1, body=Body(20_000_000))],
     "a gradient": [
         welcome(), MODEL, Message(Kind.ROUND, 1),
         Message(Kind.GRADIENT, 1, 1, 1, 2, 10, Body(900_000_000, dtype="float32")),
@@ -169,6 +169,14 @@ def test_no_message_is_larger_than_its_orders_need(case: str) -> None:
     assert isinstance(outcome.failure, ProtocolError)
     assert "are allowed" in outcome.reason
     assert outcome.read_bytes < 3_000_000
+
+
+@pytest.mark.parametrize(("copies", "is_taken"), [(1.0, False), (2.0, True)])
+def test_the_optimiser_of_a_device_says_how_much_state_its_server_may_send(copies: float, is_taken: bool) -> None:
+    state = Message(Kind.STATE, 1, body=Body(41_000_000))  # two values for each weight
+    script = says(welcome(replace(ORDERS, keep_state=True)), MODEL, plan(2), state, Message(Kind.STOP))
+    outcome = meet(script, terms=replace(TERMS, profile=replace(PROFILE, state_copies=copies), memory_bytes=2**40))
+    assert ("announces 41000000 bytes" in outcome.reason) is not is_taken
 
 
 def test_the_model_of_a_new_plan_may_arrive_before_the_device_has_followed_the_plan() -> None:

@@ -15,7 +15,15 @@ from pydantic import BaseModel
 from support.programs import place
 
 import pipar
-from benchmarks.quoted import MEASURED, quoted, quoted_measured
+from benchmarks.quoted import (
+    EXAMPLE_PAGES,
+    FOREIGN,
+    MEASURED,
+    quoted,
+    quoted_example,
+    quoted_foreign,
+    quoted_measured,
+)
 from docs.reference_pages import cli_page, pages
 from pipar.cli import cli
 from pipar.events import EpochResult
@@ -138,11 +146,34 @@ def test_every_picture_is_shown_somewhere() -> None:
     assert shown == {path.name for path in (ROOT / "docs" / "images").iterdir()}
 
 
-def test_architecture_links_every_decision() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    decisions = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
-    assert re.findall(r"\(decisions/([^)]+)\)", text) == decisions
+def test_the_list_of_decisions_links_every_decision() -> None:
+    folder = ROOT / "docs" / "decisions"
+    decisions = sorted(path.name for path in folder.glob("[0-9]*.md"))
+    assert re.findall(r"\(([^)]+)\)", (folder / "index.md").read_text("utf-8")) == decisions
     assert [int(name[:3]) for name in decisions] == list(range(1, len(decisions) + 1))
+
+
+#: Generated or tabular: readers look things up here and do not read them from start to end.
+LONG_PAGES = ("cli.md", "python.md", "configuration.md")
+MOST_WORDS = 1200
+
+
+def test_pages_are_short() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    # A word has a letter or a digit: neither the bars of a table nor its rules are words.
+    words = {name_of(page): len(re.findall(r"\S*\w\S*", page.read_text("utf-8"))) for page in pages}
+    long = [name for name, count in words.items() if count > MOST_WORDS]
+    assert [name for name in long if Path(name).name not in LONG_PAGES] == []
+
+
+def test_the_first_page_and_the_navigation_list_every_page() -> None:
+    docs = ROOT / "docs"
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} - {"index.md"}
+    listed = {page for page in pages if not re.match(r"decisions/\d", page)}  # decisions are listed on their own page
+    links = re.findall(r"\]\(([^)#:]+\.md)\)", (docs / "index.md").read_text("utf-8"))
+    assert listed - set(links) == set()
+    navigation = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert listed - {"decisions/index.md"} - set(navigation) == set()
 
 
 def test_fields_of_an_epoch_are_documented() -> None:
@@ -206,9 +237,6 @@ def test_readme_has_commands() -> None:
         "run",
         "compare",
         "plan",
-        "certs",
-        "server",
-        "device",
         "doctor",
     }
 
@@ -220,6 +248,17 @@ def test_readme_quotes_the_checked_in_results() -> None:
 def test_the_page_of_measured_numbers_quotes_the_checked_in_results() -> None:
     text = MEASURED.read_text("utf-8")
     assert quoted_measured(text) == text
+
+
+def test_the_page_of_foreign_networks_quotes_the_checked_in_result() -> None:
+    text = FOREIGN.read_text("utf-8")
+    assert quoted_foreign(text) == text
+
+
+@pytest.mark.parametrize("name", EXAMPLE_PAGES)
+def test_the_page_of_an_example_quotes_the_checked_in_results(name: str) -> None:
+    text = EXAMPLE_PAGES[name].read_text("utf-8")
+    assert quoted_example(name, text) == text
 
 
 @pytest.mark.parametrize("place", ["README.md", "Makefile"])
@@ -239,7 +278,7 @@ def test_fields_of_a_result_are_documented(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
     named = ["server.profile=i7-11850h", "devices.profile=raspberry-pi-5", "data.samples_per_device=100"]
     result = pipar.run({"run": {"epochs": 1}}, world="timing-only", settings=named)
-    documented = (ROOT / "docs" / "results.md").read_text("utf-8")
+    documented = (ROOT / "docs" / "reference" / "result.md").read_text("utf-8")
     assert [key for key in result.content if f"`{key}`" not in documented] == []
 
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import pipar
-from examples import minilm, timm_network, vision_transformer
+from examples import minilm, shakespeare, timm_network, unet, vision_transformer
 from pipar.errors import ConfigError
 from pipar.settings.config_file import load_config
 from pipar.user_function import call_factory, load_factory
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-NETWORKS = ("vision_transformer", "timm_network", "minilm")
+NETWORKS = ("vision_transformer", "timm_network", "minilm", "unet", "shakespeare")
 EXACT = 1e-12
 #: A training of a second: the settings of an example for the networks of these tests.
 SMALL = ("run.epochs=2", "run.batch_size=7", "model.dtype=float64", "devices.count=2")
@@ -83,6 +83,50 @@ def test_the_vision_transformer_trains_the_weights_of_the_uncut_one() -> None:
     assert largest_difference(whole, cut) < EXACT
 
 
+@pytest.mark.slow
+def test_the_u_net_trains_the_weights_of_the_uncut_one() -> None:
+    small = ("model.factory=examples.unet:tiny", "data.factory=examples.unet:few")
+    whole, cut = (trained("unet", method, *small) for method in ("fl", "pipar"))
+    assert whole.keys() == unet.tiny().state_dict().keys()
+    assert largest_difference(whole, cut) < EXACT
+
+
+@pytest.mark.slow
+def test_the_transformer_for_letters_trains_the_weights_of_the_uncut_one() -> None:
+    small = ("model.factory=examples.shakespeare:tiny", "data.factory=examples.shakespeare:excerpt")
+    whole, cut = (trained("shakespeare", method, *small) for method in ("fl", "pipar"))
+    assert whole.keys() == shakespeare.tiny().state_dict().keys()
+    assert largest_difference(whole, cut) < EXACT
+
+
+@pytest.mark.slow
+def test_an_image_to_segment_has_more_background_than_digits_and_no_digit_is_in_two_sets() -> None:
+    for image, mask in unet.few("test"):
+        assert image.shape == (1, *mask.shape)
+        assert set(mask.unique().tolist()) == {0, 1}
+        assert 0 < mask.float().mean() < 0.5
+    assert sum(unet.DIGITS.values()) <= len(unet._digits())
+
+
+def test_a_speech_goes_on_after_an_empty_line_until_the_next_role() -> None:
+    text = "GHOST:\n\nDespair, and die!\n\nROMEO:\nHe jests.\n\nGHOST:\nAwake!\n"
+    assert shakespeare._roles(text) == {"GHOST": "\nDespair, and die!\nAwake!\n", "ROMEO": "He jests.\n"}
+
+
+def test_a_missing_text_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PIPAR_DATA", str(tmp_path))
+    shakespeare._parts.cache_clear()
+    with pytest.raises(ConfigError, match=r"input.txt does not exist: put Tiny Shakespeare there, or set PIPAR_DATA"):
+        call_factory("examples.shakespeare:lines", "role-1")
+
+
+def test_weights_other_than_the_published_ones_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"other weights")
+    with pytest.raises(ValueError, match=r"has the SHA-256 .*: install MiniLM again"):
+        minilm.check_sha256(path)
+
+
 # --- with packages that pipar does not need
 
 
@@ -121,8 +165,6 @@ def test_a_mailbox_has_tokens_of_one_length_and_labels() -> None:
     if not (Path(os.environ.get("PIPAR_DATA", "")) / "sms-spam").is_dir():
         pytest.skip("the SMS Spam Collection is not on this machine")
     mailbox, other = minilm.messages("device-1"), minilm.messages("device-2")
-    assert mailbox is not None
-    assert other is not None
     assert len(mailbox) == len(other) == minilm.MESSAGES
     assert {sample["input_ids"].shape for sample, _ in (*mailbox, *other)} == {(minilm.TOKENS,)}
     assert {label for _, label in mailbox} == {0, 1}

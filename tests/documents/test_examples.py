@@ -14,12 +14,12 @@ import pytest
 import torch
 from support.waiting import PATIENCE_S
 
+from pipar.aggregation.aggregators import DeviceModel
+from pipar.aggregation.averaging import federated_average
+from pipar.aggregation.named_aggregators import make_aggregator
 from pipar.job.explain import explain
 from pipar.job.prepare import job_to_plan
 from pipar.launch.rehearsal import rehearse
-from pipar.nn.aggregators import DeviceModel
-from pipar.nn.averaging import federated_average
-from pipar.nn.named_aggregators import make_aggregator
 from pipar.settings.config_file import load_config
 
 ROOT = Path(__file__).parents[2]

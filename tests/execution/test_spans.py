@@ -359,7 +359,8 @@ def test_of_each_device_only_the_first_spans_of_an_epoch_are_kept_and_all_are_su
 def test_a_trace_with_lanes_that_no_device_has_is_refused(lanes: object) -> None:
     head = json.dumps({"owner": "a", "epoch": 1, "lanes": lanes, "totals": {}}).encode()
     with pytest.raises(
-        ProtocolError, match="of lanes that no device has; a device has compute, downlink, io, noise, uplink"
+        ProtocolError,
+        match="of lanes that no device has; a device has compute, downlink, evaluation, io, noise, uplink",
     ):
         unpack_trace(struct.pack("!I", len(head)) + head, owner="a")
 

@@ -15,14 +15,15 @@ from support.networks import Attention, Guarded, Recurrent, Residual, Tied, UNet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipar.cutting.graph_data import NotPlainError, graph_from_data, tensor_from_data, tensor_to_data
+from pipar.cutting.line import Line, differs, line_of, whole_line
+from pipar.cutting.saved_line import line_from_data, line_to_data
+from pipar.cutting.split import named_layers
 from pipar.events import Preparing
-from pipar.job import workload as workload_module
+from pipar.job import own_network
 from pipar.job.network_code import network_text
-from pipar.job.workload import UserObjects, Workload
-from pipar.nn.graph_data import NotPlainError, graph_from_data, tensor_from_data, tensor_to_data
-from pipar.nn.kept_line import line_from_data, line_to_data
-from pipar.nn.line import Line, differs, line_of, whole_line
-from pipar.nn.split import named_layers
+from pipar.job.user_objects import UserObjects
+from pipar.job.workload import Workload
 from pipar.profiling.cache import keep_text
 from pipar.settings.config_file import config_from
 
@@ -95,7 +96,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(type(network).__name__)
         return line_of(network, *rest)
 
-    monkeypatch.setattr(workload_module, "line_of", counted)
+    monkeypatch.setattr(own_network, "line_of", counted)
     return names
 
 
@@ -114,7 +115,7 @@ def test_a_second_start_reads_the_same_stages_and_records_nothing(name: str, rec
     first, second = built(NETWORKS[name]()), built(NETWORKS[name]())
     assert len(recorded) == 1
     assert list(named_layers(second)) == list(named_layers(first))
-    assert (second.cuts, second.mixes_samples, second.is_random) == (first.cuts, first.mixes_samples, first.is_random)
+    assert (second.cuts, second.effects) == (first.cuts, first.effects)
     assert not differs(second, EXAMPLE)
     for part, other in zip(first._owned.values(), second._owned.values(), strict=True):
         assert list(part) == list(other)
@@ -293,10 +294,12 @@ def test_the_text_of_a_network_does_not_depend_on_what_else_a_process_logs() -> 
     assert len(before) < 500
 
 
-@pytest.mark.parametrize("folder", ["site-packages", "own"])
+@pytest.mark.parametrize("folder", ["site-packages", "target", "own"])
 def test_the_text_of_a_network_has_the_constants_of_own_code_but_not_of_packages(folder: str, tmp_path: Path) -> None:
     place = tmp_path / folder / "sessions.py"
-    place.parent.mkdir()
+    if folder == "target":  # of pip install --target
+        (tmp_path / folder / "sessions-1.0.dist-info").mkdir(parents=True)
+    place.parent.mkdir(exist_ok=True)
     place.write_text("def named(x):\n    return x, SESSION\n", "utf-8")
     texts = []
     for session in ("one", "other"):
@@ -305,7 +308,7 @@ def test_the_text_of_a_network_has_the_constants_of_own_code_but_not_of_packages
         network = Scaled()
         network.hook = names["named"]
         texts.append(network_text(network))
-    assert (texts[0] == texts[1]) == (folder == "site-packages")
+    assert (texts[0] == texts[1]) == (folder != "own")
 
 
 def test_the_text_of_a_network_has_the_attributes_of_its_settings() -> None:

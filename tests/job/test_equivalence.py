@@ -117,6 +117,6 @@ def test_a_single_device_averages_nothing() -> None:
 
 def test_the_documents_name_every_reason() -> None:
     docs = Path(__file__).parents[2] / "docs"
-    for page in ("results.md", "explanation/exactness.md"):
+    for page in ("reference/result.md", "explanation/exactness.md"):
         text = " ".join((docs / page).read_text("utf-8").split())
         assert [reason for reason in REASONS if reason not in text] == [], page

@@ -13,7 +13,7 @@ from pipar.job.model_setup import part_builder
 from pipar.job.prepare import prepare
 from pipar.job.workload import Workload
 from pipar.launch.rehearsal import rehearse
-from pipar.nn.parts import TorchDevicePart
+from pipar.nn.device_part import TorchDevicePart
 from pipar.settings.config_file import config_from
 from pipar.settings.training_sections import TaskSection
 
@@ -43,7 +43,7 @@ def workload(task: dict[str, Any]) -> Workload:
 def test_a_device_with_another_task_refuses_the_servers_orders(server: dict[str, Any], device: dict[str, Any]) -> None:
     orders = next(iter(prepare(workload(server), rehearse).orders().values()))
     part_builder(workload(server), "device-1")(orders)
-    with pytest.raises(OrdersError, match=r"The server has another \[task\] than this device"):
+    with pytest.raises(OrdersError, match=r"different settings in \[task\]"):
         part_builder(workload(device), "device-1")(orders)
 
 
@@ -73,5 +73,5 @@ def test_a_device_trains_with_the_learning_rate_of_its_server() -> None:
 
 @pytest.mark.parametrize("other", [{"name": "adam"}, {"momentum": 0.5}, {"warmup": 2}, {"clip_norm": 1.0}], ids=str)
 def test_a_device_refuses_to_train_in_another_way_than_its_server(other: dict[str, Any]) -> None:
-    with pytest.raises(OrdersError, match=r"The server has another \[optimizer\] than this device"):
+    with pytest.raises(OrdersError, match=r"different settings in \[optimizer\]"):
         built(other, {})

@@ -24,7 +24,8 @@ from pipar.errors import ConfigError, DataError, InputError
 from pipar.events import Event, Preparing
 from pipar.job.prepare import prepare, prepare_timing_only
 from pipar.job.profiles import _own_profile_key, measured_profile
-from pipar.job.workload import UserObjects, Workload
+from pipar.job.user_objects import UserObjects
+from pipar.job.workload import Workload
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import with_method
 from pipar.profiling.machines import MACHINES

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipar.job.profiles import count_network
-from pipar.job.workload import UserObjects, Workload
+from pipar.job.own_function import OwnFunction
+from pipar.job.profiles import _functions_key, count_network
+from pipar.job.user_objects import UserObjects
+from pipar.job.workload import Workload
 from pipar.profiling.operation_counts import known_counts, known_shares
 from pipar.settings.config_file import config_from
 
@@ -67,3 +70,34 @@ def test_a_network_of_pipar_has_the_same_shares_for_images_of_any_shape() -> Non
     assert known_counts("vgg5", "group", (3, 20, 20), 10) is None
     counts = count_network(of, of.checked_model())
     assert [layer.shares for layer in counts[:-1]] == known_shares("vgg5", "group")
+
+
+def made_by(optimizer: Any) -> dict[str, object]:
+    config = config_from({"optimizer": {"factory": "own:make"}})
+    return _functions_key(Workload(config, UserObjects(optimizer=OwnFunction(optimizer))))
+
+
+class Maker:
+    """An object that makes optimisers."""
+
+    def __init__(self, amsgrad: bool) -> None:
+        self.amsgrad = amsgrad
+
+    def __call__(self, named: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(named, amsgrad=self.amsgrad)
+
+
+def test_measured_times_are_kept_for_the_code_of_an_optimizer_and_not_for_its_name() -> None:
+    def make(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(named)
+
+    first = make
+
+    def make(named: Any) -> torch.optim.Optimizer:  # type: ignore[no-redef]  # as in a cell that was edited
+        return torch.optim.SGD(named)
+
+    adam, sgd = partial(torch.optim.Adam, lr=0.1), partial(torch.optim.SGD, lr=0.1)
+    keys = [made_by(one) for one in (first, make, adam, sgd, torch.optim.Adam, Maker(True), Maker(False))]
+    assert [keys.index(key) for key in keys] == list(range(len(keys)))
+    assert made_by(first) == keys[0]
+    assert made_by(Maker(True)) == made_by(Maker(True))

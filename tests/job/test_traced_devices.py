@@ -30,6 +30,16 @@ def test_a_full_trace_has_all_devices() -> None:
     assert full.sample_of_traced_devices() is None
 
 
+@pytest.mark.parametrize(("copies", "state_bytes"), [(0.0, 1000), (1.0, 1000), (2.5, 2500)])
+def test_a_device_may_send_as_much_state_as_its_optimiser_keeps(copies: float, state_bytes: int) -> None:
+    allowed: list[Any] = []
+    learner: Any = SimpleNamespace(part_bytes=lambda _, **__: 1, model_bytes=lambda: 1000)
+    session: Any = SimpleNamespace(device="a", introduction=SimpleNamespace(samples=1), allow=allowed.append)
+    network = replace(job().server_profile, state_copies=copies)
+    Limits(learner, network).set(session, Orders(1, Plan(1, 8), 2, 1, False, keep_state=True))
+    assert allowed[0].state_bytes == state_bytes
+
+
 def test_a_device_that_claims_many_samples_may_not_send_a_large_trace() -> None:
     allowed: list[Any] = []
     learner: Any = SimpleNamespace(part_bytes=lambda _, **__: 1, model_bytes=lambda: 1)

@@ -16,7 +16,8 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 import pipar
 from pipar.errors import DataError
-from pipar.job.workload import UserObjects, Workload, is_list_of_datasets
+from pipar.job.user_objects import UserObjects, is_list_of_datasets
+from pipar.job.workload import Workload
 from pipar.profiling.profile import Profile
 from pipar.settings.config_file import config_from
 

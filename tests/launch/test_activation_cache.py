@@ -14,7 +14,7 @@ from torch import nn
 
 from pipar.events import EpochResult, Event, NotKept, ignore
 from pipar.launch.virtual import train_timing_only, train_virtually
-from pipar.nn.tensors import weights_sha256
+from pipar.tensors.bodies import weights_sha256
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

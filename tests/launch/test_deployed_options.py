@@ -23,12 +23,12 @@ from pipar.launch.assemble import most_devices
 from pipar.launch.deployed_device import DeviceOptions, device_workload
 from pipar.launch.deployed_job import job_without_devices, server_workload
 from pipar.launch.deployed_process import as_deployed, listed_specs, unlisted_spec
-from pipar.nn.inputs import InputForm, TensorForm
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.server.device_messages import Introduction
 from pipar.server.enrolment import OpenEnrolment
 from pipar.settings.config_file import config_from, dump_config
 from pipar.settings.wording import setting_text
+from pipar.tensors.inputs import InputForm, TensorForm
 
 PROFILE = Profile("any", "float32", (10,), tuple(LayerProfile(name, (0.01,), (0.02,), 40_000, 4_000) for name in "abc"))
 

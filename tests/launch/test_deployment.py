@@ -117,6 +117,7 @@ def test_a_recorded_deployment_is_replayed_with_its_killed_device(here: Place) -
 
 
 def test_a_second_server_in_the_same_folder_is_refused_and_the_first_trains_on(here: Place) -> None:
+    here.finalizes = True
     tree = training(epochs=3)
     here.write(tree)
     here.hold("pi-1")

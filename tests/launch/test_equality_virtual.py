@@ -20,7 +20,8 @@ from support.training import EXACT, SIZES, Case, largest_error, reference_data, 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipar.nn.parts import TorchDevicePart, TorchServerPart
+from pipar.nn.device_part import TorchDevicePart
+from pipar.nn.server_part import TorchServerPart
 
 ONE = SIZES[:1]
 METHODS = ("fl", "sl", "sfl", "sfl2", "pipar")

@@ -15,8 +15,8 @@ from torch import nn
 
 from pipar.events import Back, Dropped, Lost, Replanned, RoundRestarted
 from pipar.methods import Plan
-from pipar.nn.rectified import rectified_cuts
 from pipar.profiling.profile import CodingTimes, Profile
+from pipar.tensors.rectified import rectified_cuts
 from pipar.transport.channel import Channel
 from pipar.wire import encodings
 from pipar.wire.messages import Kind, Message

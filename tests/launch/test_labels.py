@@ -40,6 +40,11 @@ class LoRA(nn.Module):
         return self.base(x) + x @ self.a.T @ self.b.T
 
 
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
 def network(*between: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), *between, nn.Linear(8, 3))
@@ -63,6 +68,8 @@ PLAIN = network(nn.ReLU())
         (network(nn.Dropout(0.0)), [], []),
         (network(nn.BatchNorm1d(8)), [], ["batch statistics"]),
         (network(nn.BatchNorm1d(8)), ["run.method=sfl"], []),
+        (network(Centred()), [], ["batch statistics"]),
+        (network(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))), [], ["forward per micro-batch"]),
         (network(LoRA()), [], ["LoRA averaging"]),
         (network(LoRA()), ["run.method=sl"], []),
         (

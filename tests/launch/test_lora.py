@@ -9,7 +9,7 @@ from support.networks import Attention
 from support.training import EXACT, Case, largest_error, reference_data, train_in_virtual_time
 from torch import Tensor, nn
 
-from pipar.nn.frozen import frozen_layers
+from pipar.cutting.frozen import frozen_layers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

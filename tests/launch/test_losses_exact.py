@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 from support import reference
-from support.training import EXACT, Case, largest_error, reference_data, train_workload
+from support.training import EXACT, Case, largest_error, reference_data, train_by_script, train_workload
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipar.job.workload import UserObjects, Workload
+from pipar.job.user_objects import UserObjects
+from pipar.job.workload import Workload
+from pipar.methods import Plan
+from pipar.planner import replanner
 from pipar.settings.config_file import config_from
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -205,6 +208,19 @@ def test_every_loss_trains_the_weights_of_plain_torch(name: str) -> None:
         for split_point, pieces in product((1, 2, 3), (1, 3, 7)):
             trained = train_workload(workload(kind, case((split_point,), (pieces,), sizes=sizes)))
             assert largest_error(trained.state, expected) < EXACT, (split_point, pieces, sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["reset", "keep"])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_loss_trains_them_over_rounds_with_other_plans(
+    name: str, keep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("pipar", (1, 2, 3), (7, 3, 1), sizes=SIZES, batch_size=5, epochs=3, momentum=keep)
+    script = [[Plan(3, 1), Plan(1, 7), Plan(2, 3)], [Plan(2, 3), Plan(3, 1), Plan(1, 7)]]
+    monkeypatch.setattr(replanner, "NOTICED", -1.0)  # every round's links count as changed
+    trained = train_by_script(workload(KINDS[name], case), script)
+    assert largest_error(trained, plain_state(KINDS[name], case)) < EXACT
 
 
 @pytest.mark.parametrize("method", ["fl", "sfl"])

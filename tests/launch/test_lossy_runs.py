@@ -13,9 +13,9 @@ from support.training import Case, hand_made_profile
 
 import pipar
 from pipar.methods import METHODS
-from pipar.nn.rectified import rectified_cuts
 from pipar.profiling.profile import CodingTimes
 from pipar.storage.result import Result
+from pipar.tensors.rectified import rectified_cuts
 from pipar.wire.encodings import LOSSY
 
 pytestmark = pytest.mark.usefixtures("one_thread")

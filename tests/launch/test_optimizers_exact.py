@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,27 @@ import pytest
 import torch
 from support import plain_optimizers as plain
 from support.plain_optimizers import Plain
-from support.training import EXACT, Case, hand_made_profile, largest_error, make_job, reference_data, reference_state
+from support.training import (
+    EXACT,
+    Case,
+    hand_made_profile,
+    largest_error,
+    make_job,
+    reference_data,
+    reference_state,
+    train_by_script,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 import pipar
-from pipar.events import ignore
-from pipar.job.workload import UserObjects, Workload
-from pipar.launch.virtual import train_virtually
+from pipar.job.user_objects import UserObjects
+from pipar.job.workload import Workload
 from pipar.methods import Plan
 from pipar.nn.parts import Part
 from pipar.planner import replanner
 from pipar.settings.config_file import config_from
-from pipar.settings.links import Link
 from pipar.settings.optimizers import OPTIMIZERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -44,6 +52,23 @@ def network(*, bias: bool = True) -> nn.Sequential:
             nn.Linear(6, 5, bias=bias),
             nn.Linear(5, 10, bias=bias),
         ).double()
+
+
+def deeper(*, bias: bool = True) -> nn.Sequential:
+    """Return a network whose first layer has weights, so that a device at P = 1 trains some; Q is 3."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(5)
+        first = nn.Sequential(nn.Flatten(), nn.Linear(16, 6, bias=bias), nn.Tanh())
+        return nn.Sequential(first, nn.Linear(6, 5, bias=bias), nn.Linear(5, 10, bias=bias)).double()
+
+
+#: All pairs of P in {1, 2, Q} and N in {1, 3, 7}, one for each device; a single device has those of a row in turn.
+SQUARE = [
+    [Plan(1, 1), Plan(2, 3), Plan(3, 7)],
+    [Plan(2, 7), Plan(3, 1), Plan(1, 3)],
+    [Plan(3, 3), Plan(1, 7), Plan(2, 1)],
+]
+FIRST = (1, 2, 3), (1, 3, 7)
 
 
 def case_of(name: str, keep: str, split_points: tuple[int, ...], micro_batches: tuple[int, ...], **more: Any) -> Case:
@@ -70,17 +95,7 @@ def plain_of(name: str, keep: str, **arguments: Any) -> Plain:
 
 
 def train(case: Case, model: nn.Module, script: Sequence[Sequence[Plan]] = ()) -> dict[str, torch.Tensor]:
-    """Return the trained weights, in virtual time; a script changes the plans between two rounds."""
-    workload = case.workload(model)
-    left = iter(script)
-
-    async def replan(links: Mapping[str, Link]) -> Mapping[str, Plan]:
-        return dict(zip(sorted(links), next(left), strict=True))
-
-    more = {"replan": replan} if script else {}
-    learner = train_virtually(make_job(workload), workload, lambda *_: None, ignore, **more)
-    assert next(left, None) is None
-    return learner.state()
+    return train_by_script(case.workload(model), script)
 
 
 def expected(case: Case, model: nn.Module, how: Plain) -> dict[str, torch.Tensor]:
@@ -93,17 +108,20 @@ def expected(case: Case, model: nn.Module, how: Plain) -> dict[str, torch.Tensor
 def test_every_optimiser_trains_the_weights_of_a_plain_loop(
     name: str, keep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = network(bias=name != "muon")  # which takes matrices only
+    model = deeper(bias=name != "muon")  # which takes matrices only
     how = plain_of(name, keep)
-    alone = case_of(name, keep, (2,), (7,))
-    assert largest_error(train(alone, model), expected(alone, model, how)) < EXACT
-    together = case_of(name, keep, (2, 4, Q), (3, 7, 1))
-    wanted = expected(together, model, how)
-    assert largest_error(train(together, model), wanted) < EXACT
+    case = partial(case_of, name, keep)
+    wanted = {many: expected(case((1,) * many, (1,) * many), model, how) for many in (1, 3)}
+    for plans in SQUARE:  # each P with each N, by three devices at a time
+        together = case(tuple(plan.split_point for plan in plans), tuple(plan.micro_batches for plan in plans))
+        assert largest_error(train(together, model), wanted[3]) < EXACT
     monkeypatch.setattr(replanner, "NOTICED", -1.0)  # every round's links count as changed
-    script = [[Plan(4, 3), Plan(Q, 1), Plan(2, 7)], [Plan(1, 7), Plan(2, 3), Plan(3, 1)]]
-    assert largest_error(train(together, model, script), wanted) < EXACT
-    assert largest_error(expected(together, model, plain_of("sgd", keep)), wanted) > VISIBLE or name == "sgd"
+    assert largest_error(train(case(*FIRST), model, SQUARE[1:]), wanted[3]) < EXACT
+    for first, *later in SQUARE:  # and by one device, from round to round
+        alone = case((first.split_point,), (first.micro_batches,))
+        assert largest_error(train(alone, model, [[plan] for plan in later]), wanted[1]) < EXACT
+    other = expected(case(*FIRST), model, plain_of("sgd", keep))
+    assert largest_error(other, wanted[3]) > VISIBLE or name == "sgd"
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,8 @@ from torch.utils.data import TensorDataset
 
 import pipar
 from pipar.errors import ModelError, PiparError
-from pipar.job.workload import UserObjects, Workload
+from pipar.job.user_objects import UserObjects
+from pipar.job.workload import Workload
 from pipar.settings.config_file import config_from
 
 ROOT = Path(__file__).parents[2]

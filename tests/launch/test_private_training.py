@@ -27,10 +27,10 @@ from torch import nn
 
 from pipar import random_streams
 from pipar.job.model_setup import make_learner, scores_on_test_set
-from pipar.nn.models import uses_batch_statistics
+from pipar.networks.models import uses_batch_statistics
+from pipar.nn.device_part import TorchDevicePart
 from pipar.nn.optimizers import sgd
-from pipar.nn.parts import TorchDevicePart
-from pipar.nn.tensors import read_state, state_body
+from pipar.tensors.bodies import read_state, state_body
 
 CLASSIC = (("clip", 0.02), ("noise_multiplier", 0.8))
 #: The norms of the devices' updates in the cases below lie on both sides of 0.02, so some are clipped and some are not.

@@ -20,6 +20,7 @@ from pipar.events import (
     BudgetSpent,
     Connected,
     Connecting,
+    DevicesEvaluated,
     Drawn,
     Dropped,
     EndedByCallback,
@@ -137,6 +138,10 @@ SAID: list[tuple[Event, str]] = [
     (
         Drawn(7, ("pi-1", "pi-2"), 5, {"pi-1": 3, "pi-2": 3}),
         "round 7: 2 of 5 devices drawn (pi-1, pi-2); the others are idle",
+    ),
+    (
+        DevicesEvaluated(7, {"devices": {"pi-1": {}}, "mean": {"loss": 0.5}, "worst_decile": {"loss": 0.75}}),
+        "1 device evaluated the final model, on devices: loss 0.5 (worst decile 0.75)",
     ),
     (
         RoundRestarted(7, 60.0),

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from pipar.errors import ProtocolError
-from pipar.nn.crossing import Received
-from pipar.nn.inputs import InputForm, TensorForm
 from pipar.nn.kept_activations import KeptActivations
-from pipar.nn.losses import ClassLoss
-from pipar.nn.parts import Decoded
-from pipar.nn.tasks import Task, classification
+from pipar.nn.micro_batches import Decoded
+from pipar.tasks.losses import ClassLoss
+from pipar.tasks.task import Task, classification
+from pipar.tensors.crossing import Received
+from pipar.tensors.inputs import InputForm, TensorForm
 from pipar.wire.messages import Body, Kind, Message, TensorPart, numbers_body
 
 SAMPLES, SESSION, EPOCH = 5, 7, 3

@@ -9,15 +9,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pipar.aggregation.averaging import federated_average
+from pipar.cutting.split import split_model
 from pipar.errors import ProtocolError
-from pipar.nn.averaging import federated_average
-from pipar.nn.evaluation import Evaluator
+from pipar.nn.device_part import TorchDevicePart
 from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.optimizers import sgd
-from pipar.nn.parts import Part, TorchDevicePart
-from pipar.nn.split import split_model
-from pipar.nn.tasks import classification
-from pipar.nn.tensors import read_state, state_body, weights_sha256
+from pipar.nn.parts import Part
+from pipar.tasks.evaluation import Evaluator
+from pipar.tasks.task import classification
+from pipar.tensors.bodies import read_state, state_body, weights_sha256
 from pipar.wire.messages import EMPTY, Body
 from pipar.wire.orders import TrainedPart
 

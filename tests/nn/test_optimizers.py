@@ -80,13 +80,13 @@ def only_weights(named: Named) -> torch.optim.Optimizer:
 
 
 WRONG: list[tuple[Any, str]] = [
-    (of(ByOneNorm, lr=0.1), "an optimiser that couples parameters cannot train a network whose layers are on two"),
-    (of(ClippingByOneNorm, lr=0.1), "an optimiser that couples parameters cannot train a network whose layers are on"),
+    (of(ByOneNorm, lr=0.1), "an optimiser that couples parameters cannot train a network with layers on two"),
+    (of(ClippingByOneNorm, lr=0.1), "an optimiser that couples parameters cannot train a network with layers on"),
     (of(torch.optim.LBFGS), "returned LBFGS, which evaluates the loss several times a step"),
     (of(torch.optim.SparseAdam), "returned SparseAdam, which takes sparse gradients only"),
     (lambda _: "sgd", "returned str, not a torch.optim.Optimizer"),
     (raising, "cannot be made: KeyError: 'no such layer'."),
-    (only_weights, "has to give its optimiser each parameter that it gets, once"),
+    (only_weights, "must give every parameter to its optimiser exactly once"),
     ("no_such_module:make", "no module 'no_such_module' is installed"),
 ]
 

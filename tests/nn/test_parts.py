@@ -15,12 +15,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipar import random_streams
+from pipar.cutting.split import split_model
 from pipar.errors import ProtocolError
+from pipar.nn.device_part import TorchDevicePart
+from pipar.nn.micro_batches import MicroBatch, cut_micro_batches
 from pipar.nn.optimizers import sgd
-from pipar.nn.parts import MicroBatch, TorchDevicePart, TorchServerPart, cut_micro_batches
-from pipar.nn.split import split_model
-from pipar.nn.tasks import classification
-from pipar.nn.tensors import read_state, state_body, tensor_body
+from pipar.nn.server_part import TorchServerPart
+from pipar.tasks.task import classification
+from pipar.tensors.bodies import read_state, state_body, tensor_body
 from pipar.wire.messages import Body, Kind, Message
 from tests.support.labels import label_bytes
 
@@ -212,7 +214,7 @@ def test_a_model_that_does_not_fit_is_refused(change: str) -> None:
 
 
 def activation_of(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, labels: int | None = None) -> Message:
-    from pipar.nn.tensors import tensor_body
+    from pipar.tensors.bodies import tensor_body
 
     body = tensor_body(torch.zeros(shape, dtype=dtype), label_bytes(torch.zeros(labels or shape[0], dtype=torch.int64)))
     return Message(Kind.ACTIVATION, 1, 1, 1, shape[0], 10, body)

@@ -12,14 +12,15 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from pipar.cutting.split import split_model
 from pipar.errors import InputError
+from pipar.nn.device_part import TorchDevicePart
 from pipar.nn.learner import LearnerSettings, TorchLearner
+from pipar.nn.micro_batches import Decoded, cut_micro_batches
 from pipar.nn.optimizers import sgd
-from pipar.nn.parts import Decoded, TorchDevicePart, cut_micro_batches
 from pipar.nn.snapshot import Snapshot
-from pipar.nn.split import split_model
-from pipar.nn.tasks import classification
-from pipar.nn.tensors import read_state, state_body, weights_sha256
+from pipar.tasks.task import classification
+from pipar.tensors.bodies import read_state, state_body, weights_sha256
 from pipar.wire.messages import Body
 from pipar.wire.orders import TrainedPart
 

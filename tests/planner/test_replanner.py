@@ -18,7 +18,8 @@ from pipar.events import EpochResult, Event, ReplanFailed, Replanned
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import Span
 from pipar.job.prepare import prepare_timing_only
-from pipar.job.workload import UserObjects, Workload
+from pipar.job.user_objects import UserObjects
+from pipar.job.workload import Workload
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_timing_only, train_virtually
 from pipar.methods import Plan

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from pipar import random_streams
 from pipar.privacy.mechanisms import (
@@ -27,6 +28,12 @@ from pipar.privacy.mechanisms import (
 
 SHAPES = {"0.weight": (40, 3, 5), "0.bias": (40,), "1.weight": (300, 300), "1.running_mean": (7,), "2.empty": (0, 3)}
 chance = partial(random_streams.generator, 7, "update", "pi", 1, 0)
+
+
+@pytest.fixture(scope="module")
+def stats() -> Any:
+    """scipy's tests of distributions, whose import would cost every worker a second before its first test."""
+    return importlib.import_module("scipy.stats")
 
 
 def tensors(seed: int, scale: float, dtype: str = "float64") -> dict[str, Array]:
@@ -119,8 +126,9 @@ def test_every_tensor_and_every_round_has_independent_noise() -> None:
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.15  # five standard deviations of a thousand pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_noise_has_the_stated_mean_variance_and_distribution(dtype: str) -> None:
+def test_noise_has_the_stated_mean_variance_and_distribution(dtype: str, stats: Any) -> None:
     """With a fixed seed; the assertions would fail for one seed in a thousand."""
     clip, multiplier, count = 2.5, 1.3, 200_000
     after, received = {"w": np.full(count, 3.0, dtype)}, {"w": np.full(count, 3.0, dtype)}
@@ -135,7 +143,8 @@ def test_noise_has_the_stated_mean_variance_and_distribution(dtype: str) -> None
 # --- inputs
 
 
-def test_noise_on_inputs_is_gaussian_of_the_given_scale_and_does_not_change_its_argument() -> None:
+@pytest.mark.slow
+def test_noise_on_inputs_is_gaussian_of_the_given_scale_and_does_not_change_its_argument(stats: Any) -> None:
     inputs = np.ones((50, 3, 16, 16), np.float32)
     seen = noisy(inputs, 0.4, random_streams.generator(1, "pixel", "pi", 1, 0))
     assert (seen.dtype, seen.shape, inputs.max()) == (np.float32, inputs.shape, 1.0)
@@ -147,9 +156,10 @@ def test_noise_on_inputs_is_gaussian_of_the_given_scale_and_does_not_change_its_
 # --- labels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("classes", "epsilon"), [(2, 0.5), (10, 3.0), (10, 0.1), (100, 4.0)])
 def test_labels_are_true_with_the_probability_of_epsilon_and_all_others_equally_likely(
-    classes: int, epsilon: float
+    classes: int, epsilon: float, stats: Any
 ) -> None:
     count = 200_000
     labels = np.full(count, classes - 1)

@@ -19,10 +19,9 @@ from torch.nn import functional
 
 from pipar.errors import ConfigError
 from pipar.methods import Plan
+from pipar.nn.device_part import TorchDevicePart
 from pipar.nn.learner import TorchLearner
-from pipar.nn.parts import TorchDevicePart
 from pipar.nn.runtime import one_thread
-from pipar.nn.tasks import classification
 from pipar.privacy.mechanisms import clip_and_noise
 from pipar.profiling.cache import machine_fingerprint
 from pipar.profiling.layer_times import training_pass
@@ -30,6 +29,7 @@ from pipar.profiling.measure import measure_profile
 from pipar.profiling.measurement_task import Batch
 from pipar.profiling.memory import training_bytes
 from pipar.profiling.profile import Profile, batch_sizes
+from pipar.tasks.task import classification
 from pipar.wire.encodings import ALL
 
 SHAPE = (3, 8, 8)
@@ -347,7 +347,7 @@ def test_a_machine_too_small_for_the_first_layer_gets_one_sentence() -> None:
 UNDER_A_LIMIT = """
 import resource, torch
 from torch import nn
-from pipar.nn.tasks import classification
+from pipar.tasks.task import classification
 from pipar.profiling.measure import measure_profile
 
 layers = [nn.Sequential(nn.Conv2d(wide, 64, 3, padding=1), nn.ReLU()) for wide in (3, 64, 64, 64)]

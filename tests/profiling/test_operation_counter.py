@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipar.nn.models import build_model
+from pipar.networks.models import build_model
 from pipar.profiling.operation_counter import count_layers
 from pipar.profiling.operation_counts import Counts, LayerCount, PassCount, known_counts, network_sizes
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipar.nn.blocks import NORMS
+from pipar.networks.blocks import NORMS
 from pipar.profiling.operation_counts import counts_key, known_counts
 
 _MAKER = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "count_networks.py"))

@@ -16,7 +16,7 @@ from pipar.errors import SessionOverError
 from pipar.events import Dropped, Lost
 from pipar.launch.sizes_only import SizesOnlyServerPart
 from pipar.nn.learner import TorchLearner
-from pipar.nn.parts import TorchServerPart
+from pipar.nn.server_part import TorchServerPart
 from pipar.server import membership
 from pipar.server.device_messages import Introduction
 from pipar.wire.messages import Kind, Message, json_body

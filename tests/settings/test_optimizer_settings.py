@@ -116,9 +116,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"name": "lbfgs"}, "optimizer.name = 'lbfgs' cannot be used: it evaluates the loss several times a step"),
     ({"name": "LBFGS"}, "optimizer.name = 'LBFGS' cannot be used"),
     ({"name": "sparseadam"}, "optimizer.name = 'sparseadam' cannot be used: it takes sparse gradients only"),
-    ({"betas": [0.9, 0.99]}, "optimizer.betas = [0.9, 0.99] is no argument of sgd: its own are learning_rate,"),
-    ({"name": "adam", "momentum": 0.9}, "optimizer.momentum = 0.9 is no argument of adam"),
-    ({"name": "adam", "beta": [0.9, 0.99]}, "is no argument of adam (did you mean 'betas'?): its own are"),
+    ({"betas": [0.9, 0.99]}, "optimizer.betas = [0.9, 0.99] is not an argument of sgd: it has learning_rate,"),
+    ({"name": "adam", "momentum": 0.9}, "optimizer.momentum = 0.9 is not an argument of adam"),
+    ({"name": "adam", "beta": [0.9, 0.99]}, "is not an argument of adam (did you mean 'betas'?): it has"),
     ({"name": "adam", "betas": 0.9}, "optimizer.betas = 0.9 is not allowed: adam takes a list of 2 numbers."),
     ({"name": "adam", "betas": [0.9]}, "optimizer.betas = [0.9] is not allowed: adam takes a list of 2 numbers."),
     ({"name": "adam", "amsgrad": 1}, "optimizer.amsgrad = 1 is not allowed: adam takes true or false."),
@@ -127,10 +127,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "exponential", "scheduling": {"gamma": 10**400}}, "it should be a number above 0"),
     ({"schedule": "onecycle", "scheduling": {"base_momentum": 0.0}}, "it should be a number above 0, below 1"),
     ({"name": "adam", "eps": "small"}, "optimizer.eps = 'small' is not allowed: adam takes a number."),
-    ({"name": "rprop", "weight_decay": 0.1}, "optimizer.weight_decay = 0.1 is no argument of rprop"),
-    ({"name": "adam", "foreach": True}, "optimizer.foreach = True is no argument of adam"),
-    ({"factory": "a:b", "learning_rate": 0.1}, "optimizer.learning_rate is given with optimizer.factory, which makes"),
-    ({"factory": "a:b", "name": "sgd"}, "optimizer.name is given with optimizer.factory"),
+    ({"name": "rprop", "weight_decay": 0.1}, "optimizer.weight_decay = 0.1 is not an argument of rprop"),
+    ({"name": "adam", "foreach": True}, "optimizer.foreach = True is not an argument of adam"),
+    ({"factory": "a:b", "learning_rate": 0.1}, "optimizer.learning_rate is given with a function that makes"),
+    ({"factory": "a:b", "name": "sgd"}, "optimizer.name is given with a function that makes"),
     (
         {"momentum_at_aggregation": "keep", "state_at_aggregation": "reset"},
         "optimizer.momentum_at_aggregation = 'keep' is the former name of optimizer.state_at_aggregation, which is",
@@ -155,16 +155,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"groups": [{"learning_rate": 0.1}]}, 'is not allowed: write [[optimizer.groups]] with match = ["head.*"]'),
     ({"groups": [{"match": []}]}, "is not allowed: write [[optimizer.groups]] with match"),
-    ({"groups": [{"match": ["a"], "betas": [0.1, 0.2]}]}, "optimizer.betas = [0.1, 0.2] is no argument of sgd"),
+    ({"groups": [{"match": ["a"], "betas": [0.1, 0.2]}]}, "optimizer.betas = [0.1, 0.2] is not an argument of sgd"),
     ({"groups": [{"match": ["a"], "learning_rate": 0}]}, "optimizer.groups has learning_rate = 0: it should be"),
-    ({"factory": "a:b", "groups": [{"match": ["a"]}]}, "optimizer.groups is given with optimizer.factory, which makes"),
+    ({"factory": "a:b", "groups": [{"match": ["a"]}]}, "optimizer.groups is given with a function that makes groups"),
 ]  # fmt: skip
 
 
 TOGETHER: list[tuple[dict[str, Any], str]] = [
     (
         {"run": {"method": "sl"}, "optimizer": {"clip_norm": 1.0}},
-        "needs a server-side model for each device, but in 'sl' all share one, which would stand still while a device",
+        "needs a server-side model for each device, but in 'sl' all devices share one, which would have to wait",
     ),
     ({"run": {"method": "sfl2"}, "optimizer": {"clip_norm": 1.0}}, "write clip = 'side', or use fl, sfl or pipar."),
     (

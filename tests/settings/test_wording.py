@@ -43,7 +43,7 @@ def test_the_text_names_noise_on_inputs_and_labels() -> None:
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
-        ({"privacy": {"max_leakage": 0.5}}, "privacy.max_leakage = 0.5 needs privacy.leakage, the file"),
+        ({"privacy": {"max_leakage": 0.5}}, "privacy.max_leakage = 0.5 needs privacy.leakage, a file"),
         ({"data": {"shape": [1, 2]}}, "data.shape = [1, 2] is not the shape"),
     ],
 )

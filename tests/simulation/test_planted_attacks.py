@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from pipar.aggregation.update_check import UpdateCheck
 from pipar.device.intake import Intake
 from pipar.errors import CredentialError, InputError
 from pipar.execution.spans import Clock
 from pipar.methods import Plan
-from pipar.nn import learner, parts, shared_part
+from pipar.nn import learner, server_part, shared_part
 from pipar.privacy.budget import PrivacyAccountant, PrivacyGuard, UpdateNoise
 from pipar.privacy.budget_file import BudgetFile
 from pipar.server.rounds import Round
@@ -26,43 +27,9 @@ from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.transport.reconnect import Reconnector
 from simulation.imposter import HOSTILE, Imposter
 from simulation.scenario import Fault, Privacy, Scenario, draw_scenario
-from simulation.tampering import TAMPERS, choose_tamper, computes_huge_activations
+from simulation.tampering import TAMPERS, Tamper, choose_tamper, computes_huge_activations, sends_large_models
 from simulation.world import Outcome, simulate
-
-SEEDS = range(6)
-
-
-def quiet(seed: int, *faults: Fault, **changes: Any) -> Scenario:
-    """Return the training of a seed, short and cheap, with these faults only."""
-    scenario = draw_scenario(seed, devices=3, rounds=4)
-    plain: dict[str, Any] = {
-        "method": "pipar",
-        "network": "plain",
-        "plans": dict.fromkeys(scenario.names, Plan(1, 1)),
-        "privacy": None,
-        "replans": False,
-        "keep_state": False,
-        "min_devices": 1,
-        "resume_window_s": 2.0,
-        "round_deadline_s": 8.0,
-        "encoding": "raw",
-        "chunk_bytes": 1_000_000,
-        "has_credentials": True,
-    }
-    return replace(scenario, faults=tuple(sorted(faults)), **{**plain, **changes})
-
-
-def found(make: Callable[[int], Scenario]) -> str | None:
-    """Return the invariant that is violated first in a few worlds."""
-    outcomes = (simulate(make(seed)) for seed in SEEDS)
-    return next((one.violation.invariant for one in outcomes if one.violation is not None), None)
-
-
-def holds(make: Callable[[int], Scenario]) -> list[Outcome]:
-    """Return the outcomes of two worlds, in which every invariant has to hold."""
-    outcomes = [simulate(make(seed)) for seed in range(2)]
-    assert [outcome.violation for outcome in outcomes] == [None, None]
-    return outcomes
+from tests.support.quiet_worlds import found, holds, quiet
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -139,8 +106,11 @@ def test_a_stranger_that_counts_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found(with_a_stranger) == "only members count"
 
 
-def with_a_hostile_device(seed: int, method: str = "pipar", network: str = "plain") -> Scenario:
-    choice = next(choice for choice in range(1000) if choose_tamper(choice) is computes_huge_activations)
+def with_a_hostile_device(
+    seed: int, method: str = "pipar", network: str = "plain", tamper: Tamper | None = None
+) -> Scenario:
+    wanted = tamper or computes_huge_activations
+    choice = next(choice for choice in range(1000) if choose_tamper(choice) is wanted)
     hostile = [Fault(1.0 + 2.0 * n, "hostile-device", "device-2", 1.5, choice) for n in range(3)]
     return quiet(seed, *hostile, method=method, network=network)
 
@@ -150,11 +120,18 @@ def with_a_hostile_device(seed: int, method: str = "pipar", network: str = "plai
 def test_finite_numbers_that_ruin_a_model_are_found(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = holds(lambda seed: with_a_hostile_device(seed, method))
     assert "computes_huge_activations" in text_of(outcomes)
-    for module in (learner, parts, shared_part):
+    for module in (learner, server_part, shared_part):
         monkeypatch.setattr(module, "check_range", nothing)
     monkeypatch.setattr(shared_part.SharedServerPart, "_check_weights", lambda _: 1.0)
     monkeypatch.setattr(learner, "check_finite", nothing)
+    monkeypatch.setattr(UpdateCheck, "check", nothing)
     assert found(lambda seed: with_a_hostile_device(seed, method)) in ("aggregate is the mean", "weights are finite")
+
+
+@pytest.mark.slow
+def test_a_model_that_is_far_from_all_others_and_counts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UpdateCheck, "check", nothing)
+    assert found(lambda seed: with_a_hostile_device(seed, tamper=sends_large_models)) == "aggregate is the mean"
 
 
 @pytest.mark.slow
@@ -163,7 +140,8 @@ def test_finite_numbers_that_ruin_a_model_are_found(method: str, monkeypatch: py
 def test_honest_devices_train_exactly_beside_each_kind_of_hostile_device(tamper: Any, method: str) -> None:
     choice = next(choice for choice in range(1000) if choose_tamper(choice) is tamper)
     hostile = [Fault(1.0 + 2.0 * n, "hostile-device", "device-2", 1.5, choice) for n in range(4)]
-    scenario = quiet(1, *hostile, method=method, network="batch-norm")
+    clips = {"clip_norm": 1.0} if method == "pipar" else {}
+    scenario = quiet(1, *hostile, method=method, network="batch-norm", **clips)
     assert scenario.is_exact
     outcome = simulate(scenario)
     assert outcome.violation is None, "\n".join([str(outcome.violation), *outcome.events[-20:]])

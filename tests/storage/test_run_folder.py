@@ -254,6 +254,7 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
         "stopped": None,
         "epsilon": None,
         "privacy": None,
+        "device_metrics": {},
         "test_accuracy": 0.75,
         "test_loss": 0.5,
         "test_metrics": {},

@@ -17,6 +17,7 @@ Small things to train, plan and send:
     over_grpc           the same trainings over gRPC
     roaming, cutting    the same over links that are lost and restored
     hostile             devices whose messages are tampered with
+    quiet_worlds        worlds of the fault simulation with only the faults of a test
     server_world        a server in virtual time, with devices that are honest, scripted or lose their links
     recorded            trainings in virtual time that are recorded
     deployments, gated  a training for real processes that can be held in mid-epoch

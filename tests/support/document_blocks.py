@@ -153,6 +153,9 @@ class Reader:
                 self._type(f"{command} {shlex.join(words[2:])}")
         elif words[0] == "pipar" and not _has_shell_syntax(line):
             self._run(words[1:])
+        elif words[0] == "python" and words[1] != "-c":
+            self.end()
+            self._ended(self.place.run("python", *words[1:]))
         elif words[0] == "python":
             self._wait_for([sys.executable, *words[1:]])
         else:

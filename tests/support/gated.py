@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -21,7 +22,9 @@ class Gate(nn.Module):
     passed = 0  # by all gates of this program
 
     def forward(self, x: Tensor) -> Tensor:
-        if "GATE" in os.environ and torch.is_grad_enabled():
+        # Lanes train in threads of their own; the main thread only checks the network before the training.
+        trains = torch.is_grad_enabled() and threading.current_thread() is not threading.main_thread()
+        if "GATE" in os.environ and trains:
             hold, held = (Path(os.environ["GATES"], f"{os.environ['GATE']}.{word}") for word in ("hold", "held"))
             while _lets_pass(hold) <= Gate.passed:
                 held.touch()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pipar.nn.tasks import classification
+from pipar.tasks.task import classification
 from pipar.wire.messages import Message
 
 

@@ -67,8 +67,9 @@ class Program:
         self._output.touch()
         self._zygote = zygote()
         environment = {**place.environment, "GATE": name}
-        request = {"start": words, "folder": str(place.folder), "environment": environment}
-        self.pid: int = self._zygote.ask({**request, "output": str(self._output), **how})
+        how |= {"environment": environment, "finalize": place.finalizes}
+        request = {"start": words, "folder": str(place.folder), "output": str(self._output), **how}
+        self.pid: int = self._zygote.ask(request)
 
     def poll(self) -> int | None:
         """Return its exit code, minus the signal that ended it; None while it runs."""
@@ -155,6 +156,7 @@ class Place:
         self.folder = folder
         self.mark = uuid.uuid4().hex
         self.programs: list[Program] = []
+        self.finalizes = False  # whether its programs free all modules at their end, as Python does; a second for each
         self.environment = {
             **os.environ,
             "PIPAR_RUNS": str(folder / "runs"),

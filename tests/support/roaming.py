@@ -17,7 +17,8 @@ from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.job.job import shared_costs
 from pipar.job.model_setup import deterministic, make_learner, part_builder, part_sizes
-from pipar.job.workload import UserObjects, Workload
+from pipar.job.user_objects import UserObjects
+from pipar.job.workload import Workload
 from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.methods import Plan
 from pipar.nn.learner import TorchLearner

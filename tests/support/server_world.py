@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from pipar.device.interfaces import Equipment
+from pipar.device.interfaces import Equipment, EvaluationSamples
 from pipar.errors import PiparError, ProtocolError, TrainingError
 from pipar.events import EpochResult, Event, Joined, Observer, RoundOver, Scores, ignore
 from pipar.execution.clock import run_virtually
@@ -274,7 +274,13 @@ async def _outcome(life: Awaitable[None]) -> BaseException | None:
 # --- devices that run the real program
 
 
-def _equipment(samples: int, speed: float, profile: Profile | None, guard: PrivacyGuard | None = None) -> Equipment:
+def _equipment(
+    samples: int,
+    speed: float,
+    profile: Profile | None,
+    guard: PrivacyGuard | None = None,
+    evaluation: EvaluationSamples | None = None,
+) -> Equipment:
     costs = Costs(PROFILE, speed)
     return Equipment(
         SizesOnlySamples(samples),
@@ -282,6 +288,7 @@ def _equipment(samples: int, speed: float, profile: Profile | None, guard: Priva
         lambda lanes, recorder: VirtualLanes(lanes, recorder, costs.seconds),
         profile,
         guard or PrivacyGuard(),
+        evaluation=evaluation,
     )
 
 
@@ -293,13 +300,15 @@ def honest(
     *,
     starts_s: float = 0.0,
     guard: PrivacyGuard | None = None,
+    evaluation: EvaluationSamples | None = None,
     observe: Observer = ignore,
 ) -> Named:
     """The real device program, over one connection."""
 
     async def live(world: World) -> None:
         await asyncio.sleep(starts_s)
-        await run_device(name, LINK, _equipment(samples, speed, profile, guard), world.dial(), observe=observe)
+        equipment = _equipment(samples, speed, profile, guard, evaluation)
+        await run_device(name, LINK, equipment, world.dial(), observe=observe)
 
     return name, live
 
@@ -390,11 +399,14 @@ def trace(epoch: int = 1, *lanes: str, says: int | None = None) -> Message:
     return Message(Kind.TRACE, epoch, body=Body.of(packed, encoding="trace"))
 
 
-def by_hand(*said: Message | Kind | float, name: str = "b", leaves: bool = False) -> Named:
-    """A device that joins, then sends these messages; a kind among them is awaited, a number is a pause in seconds."""
+def by_hand(*said: Message | Kind | float, name: str = "b", leaves: bool = False, **about: object) -> Named:
+    """A device that joins, then sends these messages; a kind among them is awaited, a number is a pause in seconds.
+
+    `about` is more of what it says of itself.
+    """
 
     async def live(channel: Channel) -> None:
-        channel.post(hello(name))
+        channel.post(hello(name, **about))
         for item in said:
             if isinstance(item, Message):
                 channel.post(item)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,22 +13,24 @@ import numpy as np
 import torch
 from torch import nn
 
+from pipar.cutting.split import named_layers
 from pipar.data.shard import Shard
 from pipar.events import EpochResult, ignore
 from pipar.execution.spans import Span
 from pipar.job.job import Job
 from pipar.job.plans import with_plans
-from pipar.job.workload import UserObjects, Workload
+from pipar.job.user_objects import UserObjects
+from pipar.job.workload import Workload
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_virtually
-from pipar.methods import METHODS
-from pipar.nn.inputs import InputForm, call, tensors_of
+from pipar.methods import METHODS, Plan
+from pipar.networks.models import counts_forwards, uses_batch_statistics, uses_dropout
 from pipar.nn.learner import TorchLearner
-from pipar.nn.models import uses_batch_statistics, uses_dropout
-from pipar.nn.split import named_layers
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.settings.config import device_specs
 from pipar.settings.config_file import config_from
+from pipar.settings.links import Link
+from pipar.tensors.inputs import InputForm, call, tensors_of
 from support import reference
 from support.reference import Batch, Data, Rules, State
 
@@ -75,6 +77,7 @@ class Case:
     batch_size: int = BATCH
     optimizer: tuple[tuple[str, Any], ...] = ()  # more keys of [optimizer]
     task: tuple[tuple[str, Any], ...] = ()  # keys of [task]
+    evaluate: float = 0.0  # the share of samples that devices evaluate on
     even: bool = False  # all devices fast on unlimited links, so that real processes are quick
 
     def __str__(self) -> str:
@@ -109,6 +112,7 @@ class Case:
                 "validation": 20,
                 "test": 20,
                 "augment": self.augment,
+                **({"evaluate_on_devices": self.evaluate} if self.evaluate else {}),
             },
             "plan": {"schedule": self.schedule},
             "wire": {"encoding": self.encoding},
@@ -147,9 +151,9 @@ class Case:
             machine["profile"] = str(file)
         return tree
 
-    def workload(self, model: nn.Module | None = None, datasets: Any = None) -> Workload:
+    def workload(self, model: nn.Module | None = None, datasets: Any = None, evaluation: Any = None) -> Workload:
         config = config_from(self.tree())
-        return Workload(config, UserObjects.of(config, model, datasets, None, None))
+        return Workload(config, UserObjects.of(config, model, datasets, None, None, evaluation=evaluation))
 
     def rules(self, **changes: Any) -> Rules:
         kept = self.momentum == "keep"
@@ -191,11 +195,13 @@ def make_job(workload: Workload) -> Job:
         device_profiles=profiles,
         batch_statistics=uses_batch_statistics(model),
         dropout=uses_dropout(model),
+        counts_forwards=counts_forwards(model),
         plans={},
         dataset=workload.data_name,
         model=workload.model_name,
         steady_layers=workload.steady_layers(model),
         target_size=workload.task.size,
+        evaluation_sizes=workload.evaluation_sizes(),
     )
     return with_plans(job, rehearse)
 
@@ -231,6 +237,22 @@ def train_workload(workload: Workload) -> Trained:
 
     learner: TorchLearner = train_virtually(job, workload, emit, ignore)
     return Trained(job, learner.state(), epochs, spans)
+
+
+def train_by_script(workload: Workload, script: Sequence[Sequence[Plan]] = ()) -> State:
+    """Return the trained weights, in virtual time; a script has the plans of all devices after each round but the last.
+
+    Plans change only if `replanner.NOTICED` is below 0: every round's links then count as changed.
+    """
+    left = iter(script)
+
+    async def replan(links: Mapping[str, Link]) -> Mapping[str, Plan]:
+        return dict(zip(sorted(links), next(left), strict=True))
+
+    more = {"replan": replan} if script else {}
+    learner = train_virtually(make_job(workload), workload, lambda *_: None, ignore, **more)
+    assert next(left, None) is None
+    return learner.state()
 
 
 def batches(shard: Shard, epoch: int, size: int = BATCH, *, joins_single: bool = False) -> list[Batch]:

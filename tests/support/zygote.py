@@ -2,15 +2,16 @@
 
 The result is an ordinary process with its own pid, signals and exit code. gRPC does not survive a fork, so each
 process imports it itself. Requests are lines of JSON on the standard input, answered in order on the output:
-{"start": [WORD, ...], "folder", "environment", "output", "namespace", "files"} by a pid, {"poll": PID} by an exit code
-or null.
-The words are those of a command of pipar, or a script that ends in .py.
+{"start": [WORD, ...], "folder", "environment", "output", "namespace", "files", "finalize"} by a pid, {"poll": PID} by
+an exit code or null.
+The words are those of a command of pipar, a script that ends in .py, or `-m` and a module.
 A program that gets SIGUSR1 writes to OUTPUT.live how many bytes it has in use.
 Networks are measured for a fraction of a second only: no test of these programs needs exact times of layers.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import gc
@@ -21,8 +22,9 @@ import resource
 import runpy
 import signal
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _PRELOAD = (
     "torch", "torch._dynamo", "safetensors.torch", "cryptography.x509", "prometheus_client", "google.protobuf",
@@ -36,8 +38,19 @@ _CLONE_NEWNET = 0x40000000
 _BLOCK_BYTES = 64  # of a small Python object, which Python allocates by itself and only counts
 
 
-def _be(request: dict[str, Any]) -> None:
+def _be(request: dict[str, Any]) -> NoReturn:
     """Become the requested program, and exit when it ends."""
+    _prepare(request)
+    try:
+        _run(request["start"], Path(request["folder"]))
+    except SystemExit as end:
+        if request["finalize"]:
+            raise
+        _exit(end.code)
+    _exit(0)
+
+
+def _prepare(request: dict[str, Any]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -54,17 +67,34 @@ def _be(request: dict[str, Any]) -> None:
         _enter(request["namespace"])
     if request.get("files"):  # the soft and the hard limit of open files
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(request["files"]))
-    if request["start"][0] not in ("server", "device"):  # tests look at the memory of these two
-        gc.freeze()  # a collection at exit would touch, and so copy, all imported pages: a second
-    if request["start"][0].endswith(".py"):
-        sys.path.insert(0, request["folder"])
-        sys.argv = request["start"]
-        runpy.run_path(request["start"][0], run_name="__main__")
-        sys.exit()
-    sys.argv = ["pipar", *request["start"]]
-    from pipar.cli import main
 
-    sys.exit(main(request["start"]))
+
+def _run(words: list[str], folder: Path) -> None:
+    """Run a program as `__main__`; a command of pipar ends with SystemExit."""
+    if words[0] != "-m" and not words[0].endswith(".py"):
+        sys.argv = ["pipar", *words]
+        from pipar.cli import main
+
+        main(words)
+    sys.path[:0] = [str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _exit(code: object) -> NoReturn:
+    """Exit as Python does, but leave the modules: to free them would touch, and so copy, all pages, a second's work."""
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if not stream.closed:  # a script may close them
+            stream.flush()
+    os._exit((code or 0) if isinstance(code, int | None) else 1)
 
 
 class _MallInfo(ctypes.Structure):
@@ -105,6 +135,8 @@ def main() -> None:
     modules = {name: importlib.import_module(name) for name in _PRELOAD}
     modules["pipar.profiling.repeated_timing"].PAUSE_S = 0.0
     modules["pipar.job.prepare"].measured_profile.__kwdefaults__["budget_s"] = 0.1
+    gc.collect()
+    gc.freeze()  # a collection in a program would touch, and so copy, all imported pages
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)

@@ -12,10 +12,10 @@ from support.cutting import CutLink, Loss
 from pipar.errors import LinkError
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
-from pipar.nn.tensors import read_tensor, tensor_body
 from pipar.server.device_messages import Introduction
 from pipar.server.serving import GradientReply
 from pipar.server.session import Allowance, Session
+from pipar.tensors.bodies import read_tensor, tensor_body
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import MemoryTransport, memory_pair
 from pipar.wire.frames import Frame

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipar.errors import ProtocolError
-from pipar.nn.tensors import not_zero, read_tensor, tensor_body
+from pipar.tensors.bodies import not_zero, read_tensor, tensor_body
 from pipar.wire.encodings import ALL, EXACT, LOSSY
 from pipar.wire.frames import Assembler, Frame, body_limit, cut_message, pack_frame, unpack_frame
 from pipar.wire.lossy import Lossy

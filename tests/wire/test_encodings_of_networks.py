@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
+from pipar.cutting.split import split_model
 from pipar.data.datasets import load_dataset
-from pipar.nn.models import build_model
-from pipar.nn.split import split_model
+from pipar.networks.models import build_model
 from pipar.wire.encodings import chunk_sizes
 from pipar.wire.tensor_codec import decode, encode
 

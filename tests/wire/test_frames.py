@@ -125,6 +125,18 @@ GOLDEN: dict[Kind, tuple[Message, str]] = {
         "0000000000000008"
         "000000000000d03f",
     ),
+    Kind.EVALUATE: (
+        Message(Kind.EVALUATE, 2, body=Body.of(b"\x08\x00", b"{}", encoding="safetensors")),
+        "5050 04 11 00000007 00000009 00000005 00000002 00000000 0000 00000000 00000000 00 02 0000 0001 00"
+        "0000000000000004"
+        "0800 7b7d",
+    ),
+    Kind.SCORES: (
+        Message(Kind.SCORES, 2, body=json_body({"samples": 4})),
+        "5050 04 12 00000007 00000009 00000005 00000002 00000000 0000 00000000 00000000 00 01 0000 0001 00"
+        "000000000000000e"
+        "7b2273616d706c6573223a20347d",
+    ),
     Kind.ALIVE: (
         Message(Kind.ALIVE),
         "5050 04 0f 00000007 00000000 00000005 00000000 00000000 0000 00000000 00000000 00 00 0000 0001 00"
@@ -345,7 +357,7 @@ BAD_FRAMES = {
     "nothing": (b"", "not a pipar frame"),
     "bad magic": (damaged(0, b"HT"), "not a pipar frame"),
     "another version": (damaged(2, b"\x01"), "version 1 of the protocol, and this side version 4"),
-    "unknown kind": (damaged(3, b"\x11"), "kind 17"),
+    "unknown kind": (damaged(3, b"\x13"), "kind 19"),
     "kind zero": (damaged(3, b"\x00"), "kind 0"),
     "unknown dtype": (damaged(34, b"\x03"), "dtype 3"),
     "unknown encoding": (damaged(35, b"\x07"), "encoding 7"),

@@ -80,7 +80,7 @@ def server(folder: Path, hosts: Sequence[str], days: int, force: bool, as_json: 
 @certs.command(epilog=example("pipar certs issue pi-1 pi-2"))
 @options(click.argument("names", nargs=-1, required=True, metavar="NAME..."), _FOLDER, _DAYS, _FORCE, JSON)
 def issue(names: Sequence[str], folder: Path, days: int, force: bool, as_json: bool) -> None:
-    """Create a certificate with its name for each device.
+    """Create a certificate for each named device.
 
     A device needs its own two files and ca.pem.
     """

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipar.cli.tables import new_table
-from pipar.nn.cut_list import Cut, CutList, NotOffered
+from pipar.cutting.cut_points import Cut, CutList, NotOffered
 from pipar.units import format_bytes
 
 _SOURCES = {
@@ -23,7 +23,11 @@ _SOURCES = {
 
 def cuts_view(found: CutList) -> RenderableType:
     """Return the whole output of `pipar cuts`."""
-    lines: list[RenderableType] = [Text(f"\n{_SOURCES[found.source]}", style="bold"), cuts_table(found)]
+    lines: list[RenderableType] = [Text(f"\n{_SOURCES[found.source]}", style="bold")]
+    if found.cuts:
+        lines.append(cuts_table(found))
+    elif found.source != "whole":
+        lines.append(Text("No cut is offered: the network can be trained whole only, with --method fl or with P = Q."))
     refused = [one for one in found.not_offered if not one.is_thinned]
     if refused:
         lines += [Text("\nNot offered", style="bold"), _refused_table(refused)]

@@ -135,7 +135,7 @@ def server(
         "--privacy-file",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Keep spent privacy and randomised labels here over restarts.",
+        help="Keep the spent privacy budget and randomised labels here across restarts.",
     ),
     *_LOGS,
     SET,

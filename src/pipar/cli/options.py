@@ -92,7 +92,7 @@ TRACKER = click.option(
     shell_complete=one_of(TRACKERS),
     help=f"Also log the run to this tracker: {', '.join(TRACKERS)}; repeatable.",
 )
-EPOCHS = shortcut("--epochs", "run.epochs", "COUNT", f"Passes over the devices' data.  [default: {_RUN.epochs}]")
+EPOCHS = shortcut("--epochs", "run.epochs", "COUNT", f"Number of epochs (rounds).  [default: {_RUN.epochs}]")
 PLAN = [
     shortcut(
         "--split-point",

@@ -215,9 +215,9 @@ def _why_not(explained: Explanation) -> list[Text]:
     if least >= 1 or explained.estimate == "paper":
         return []
     if least < 1 - TIE:
-        words = "Those with a minus are not faster on average if layers take up to 15 % more or less than profiled."
+        words = "Plans with a minus are not faster on average when layers take up to 15 % more or less than profiled."
     else:
-        words = f"Differences up to {TIE * 100:g} % are ties, which the plan with fewer micro-batches wins."
+        words = f"Differences up to {TIE * 100:g} % are ties: the plan with fewer micro-batches wins."
     return [Text(words, style="dim")]
 
 

@@ -45,7 +45,7 @@ def replay(
     """Run a recorded training again in virtual time, and compare its epochs.
 
     FILE is what `pipar server --record` or `pipar run --record` wrote, or the folder of the run. Neither the data nor
-    the network is needed. --plan, --link-factor and --without ask what would have been, also together.
+    the network is needed. --plan, --link-factor and --without ask what-if questions, and can be combined.
     """
     from pipar.launch.replay import Change, replay
     from pipar.recording import moment

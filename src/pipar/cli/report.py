@@ -24,7 +24,7 @@ from pipar.cli.options import JSON, example, options, print_json
         "-o",
         type=click.Path(path_type=Path, dir_okay=False),
         metavar="FILE",
-        help="File to write.  [default: report.html in the run's folder; for several runs, in this one]",
+        help="File to write.  [default: report.html in the run's folder; for several runs, in the current folder]",
     ),
     JSON,
 )

@@ -20,6 +20,7 @@ from pipar.monitored_metric import VAL_LOSS
 from pipar.monitoring.epoch_lines import metrics_text, number_text, percent
 from pipar.settings.config import Config
 from pipar.settings.wording import equivalence_text, privacy_text, range_text, setting_text
+from pipar.storage.device_table import device_rows, value_names
 from pipar.storage.run_json import plan_from_json
 from pipar.units import format_bytes
 
@@ -35,6 +36,8 @@ _WIDEST = 110
 _CELL = 7
 #: Different plans that are listed; further ones are only counted.
 _MOST_PLANS = 8
+#: Devices whose own values are listed; the others are in result.json.
+_MOST_EVALUATED = 12
 
 # --- plans in words
 
@@ -109,6 +112,8 @@ def result_table(result: Result, config: Config) -> RenderableType:
         table.add_row("test loss", f"{content['test_loss']:.4f}")
     if content.get("test_metrics"):
         table.add_row("test metrics", metrics_text(content["test_metrics"]))
+    if content.get("device_metrics"):
+        table.add_row("on devices", _evaluation_table(content["device_metrics"]))
     if config.run.keep == "best" and epochs:
         best = "lowest validation loss" if config.run.monitor == VAL_LOSS else f"best {config.run.monitor}"
         table.add_row("kept model", f"of epoch {content['kept_epoch']}, with the {best}")
@@ -121,6 +126,29 @@ def result_table(result: Result, config: Config) -> RenderableType:
     table.add_row("folder", f"{result.folder}/")
     table.add_row("files", ", ".join(sorted(path.name for path in result.folder.iterdir())))
     return Group(Text(), table)
+
+
+def _evaluation_table(metrics: Mapping[str, Any]) -> RenderableType:
+    """Return the model on each device's own samples: the mean, the worst decile, and a row per device."""
+    rows, left_out = device_rows(metrics, _MOST_EVALUATED)
+    names, table = value_names(metrics), new_table()
+    table.add_column("device", no_wrap=True)
+    for title in ("samples", *names):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    if names:
+        for title, key in (("mean", "mean"), ("worst decile", "worst_decile")):
+            table.add_row(title, "", *(_value_text(name, metrics[key].get(name)) for name in names))
+    for row in rows:
+        values = (_value_text(name, row.values.get(name)) for name in names)
+        table.add_row(row.device, "-" if row.samples is None else str(int(row.samples)), *values, row.reason)
+    others = [Text(f"and {left_out} devices that are better; all are in result.json")] if left_out else []
+    took = f"the model of epoch {metrics['epoch']}, evaluated in {metrics['seconds']:.2f} s"
+    return Group(Text(took), table, *others)
+
+
+def _value_text(name: str, value: float | None) -> str:
+    return percent(value) if name == "accuracy" else number_text(value, 4, 10)
 
 
 def _world(content: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,7 @@ class LiveState:
             "losses": list(self._losses),
             "accuracy": last.val_accuracy if last else None,
             "metrics": dict(last.val_metrics) if last else {},
+            "on_devices": _on_devices(last.device_metrics) if last else None,
             "samples_per_s": progress.samples_per_s(),
             "lanes": progress.utilisation(),
             "lanes_before": last.utilisation if last else {},
@@ -275,3 +277,12 @@ class LiveState:
             "compute": busy.get(COMPUTE),
             "uplink": busy.get(UPLINK),
         }
+
+
+def _on_devices(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the value that tells most about the model on the devices' own samples; None if none is known."""
+    means = metrics.get("mean") or {}
+    name = "accuracy" if "accuracy" in means else next(iter(means), None)
+    if name is None:
+        return None
+    return {"name": name, "mean": means[name], "worst": metrics["worst_decile"].get(name)}

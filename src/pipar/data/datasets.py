@@ -23,9 +23,9 @@ from pipar.data.formats import Labels, Pixels
 from pipar.data.own_targets import own_target
 from pipar.data.request import Counts, Request, check_request, cut_counts, synthetic_counts
 from pipar.errors import DataError
-from pipar.nn.inputs import InputForm, Inputs, in_dtype, mapped, rebuilt, tensors_of
-from pipar.nn.tasks import target_form
 from pipar.settings.training_sections import TaskSection
+from pipar.tasks.task import target_form
+from pipar.tensors.inputs import InputForm, Inputs, in_dtype, mapped, rebuilt, tensors_of
 from pipar.units import format_bytes
 from pipar.user_function import call_factory
 

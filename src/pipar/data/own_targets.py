@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pipar.errors import DataError
-from pipar.nn.inputs import Inputs
 from pipar.settings.training_sections import TaskSection
+from pipar.tensors.inputs import Inputs
 
 
 def own_target(given: Any, sample: Inputs, where: str, task: TaskSection) -> Inputs:

@@ -45,6 +45,26 @@ def device_sizes(config: Config, available: int) -> dict[str, int]:
     return dict(zip(names, sizes, strict=True))
 
 
+def held_out_count(device: str, samples: int, share: float) -> int:
+    """Return how many of a device's samples are held out for evaluation: at least one, and never all of them."""
+    count = max(1, int(share * samples + 0.5)) if share else 0
+    if count and count >= samples:
+        raise DataError(
+            f"{device} has {samples} samples, and data.evaluate_on_devices = {share:g} leaves none to train on: give "
+            "it more data, or a smaller share."
+        )
+    return count
+
+
+def held_out_rows(device: str, rows: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
+    """Return the rows that a device trains on and those that it evaluates on, drawn by the seed, each in its order."""
+    count = held_out_count(device, len(rows), share)
+    drawn = random_streams.generator(seed, "evaluation", device).permutation(len(rows)) if count else np.arange(0)
+    is_held_out = np.zeros(len(rows), bool)
+    is_held_out[drawn[:count]] = True
+    return rows[~is_held_out], rows[is_held_out]
+
+
 def partition(
     labels: NDArray[np.integer],
     sizes: Sequence[int],

@@ -17,10 +17,10 @@ from torch import Tensor
 from pipar import random_streams
 from pipar.data.datasets import Images, Indices
 from pipar.errors import DataError
-from pipar.nn.inputs import mapped
-from pipar.nn.parts import MicroBatch, cut_micro_batches, reference
-from pipar.nn.tasks import Task, classification
+from pipar.nn.micro_batches import MicroBatch, cut_micro_batches, reference
 from pipar.privacy.mechanisms import noisy, randomised_labels
+from pipar.tasks.task import Task, classification
+from pipar.tensors.inputs import mapped
 
 _PADDING = 4
 

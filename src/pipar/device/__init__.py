@@ -1,6 +1,6 @@
 """Algorithm 1: the device's program.
 
 Reading order: `program` (the algorithm), `pipeline` (what runs in parallel to the compute lane: loading, activations
-up, gradients down), `model` (the device-side model and its orders), `intake` (what a device takes from its server),
-`interfaces` (what a device is given).
+up, gradients down), `model` (the device-side model and its orders), `evaluation` (the global model on samples of its
+own), `intake` (what a device takes from its server), `interfaces` (what a device is given).
 """

@@ -97,7 +97,7 @@ class Intake:
         self._channel = channel
         self._terms = terms
         self._orders: Orders | None = None  # with the last plan that has arrived, followed or not
-        self._model_bytes = self._state_bytes = self._gradient_bytes = SMALL_BODY_BYTES
+        self._model_bytes = self._state_bytes = self._gradient_bytes = self._network_bytes = SMALL_BODY_BYTES
         channel.limit(self._most_bytes)
 
     def _most_bytes(self, message: Message) -> int:
@@ -106,6 +106,8 @@ class Intake:
                 return self._model_bytes
             case Kind.STATE:
                 return self._state_bytes
+            case Kind.EVALUATE:
+                return self._network_bytes
             case Kind.GRADIENT:
                 return self._gradient_bytes
         return SMALL_BODY_BYTES
@@ -117,10 +119,11 @@ class Intake:
 
     def follow(self, orders: Orders) -> None:
         """Take what these orders need from now on; raise if the device has not agreed to them."""
-        part_bytes = MAX_BODY_BYTES
+        part_bytes = self._network_bytes = MAX_BODY_BYTES
         if self._terms is not None:
             self._terms.check(orders)
             part_bytes = self._terms.part_bytes[orders.plan.split_point - 1] + SMALL_BODY_BYTES
+            self._network_bytes = self._terms.part_bytes[-1] + SMALL_BODY_BYTES
         self._orders, self._model_bytes = orders, part_bytes
         self._state_bytes = part_bytes * self._state_copies if orders.keep_state else SMALL_BODY_BYTES
         kept = _MOST_UNACKNOWLEDGED_BATCHES * orders.plan.micro_batches + _MOST_UNACKNOWLEDGED

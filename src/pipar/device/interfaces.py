@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipar.device.intake import Terms
+from pipar.events import Scores
 from pipar.execution.lanes import Lanes
 from pipar.execution.schedule import StepCount
-from pipar.execution.spans import COMPUTE, IO, NOISE, Recorder
+from pipar.execution.spans import COMPUTE, EVALUATION, IO, NOISE, Recorder
 from pipar.execution.work import Place
 from pipar.privacy.budget import PrivacyGuard
 from pipar.profiling.profile import Profile
@@ -63,6 +64,22 @@ class Samples(Protocol):
     def noised_bytes(self) -> int: ...  # of one sample, if noise is added to inputs; otherwise 0
 
 
+class Evaluator(Protocol):
+    """Evaluates a model on one batch after another."""
+
+    def __call__(self, batch: Any, /) -> None: ...
+    def scores(self) -> Scores: ...  # over all batches so far
+
+
+class EvaluationSamples(Protocol):
+    """Samples of the device that it evaluates the global model on and never trains on."""
+
+    def __len__(self) -> int: ...
+    def batches(self, size: int) -> Sequence[tuple[int, Any]]: ...  # number of samples, and the evaluator's argument
+    def evaluator(self, part: Any, body: Body) -> Evaluator: ...  # of the installed part and the layers in the body
+    def lack_of_memory(self, orders: Orders | None) -> str | None: ...  # with these orders, or with any; None: it fits
+
+
 @dataclass(frozen=True)
 class Equipment:
     """What a device brings to a training."""
@@ -73,6 +90,7 @@ class Equipment:
     profile: Profile | None = None  # of the network on this machine
     guard: PrivacyGuard = field(default_factory=PrivacyGuard)  # the same one for all of the device's sessions
     terms: Terms | None = None  # what it agrees to; None: anything that the server orders
+    evaluation: EvaluationSamples | None = None
 
 
 @dataclass(frozen=True)
@@ -82,12 +100,13 @@ class DeviceLanes:
     compute: Lanes  # forwards, backwards, steps
     io: Lanes  # loading, encoding, decoding
     noise: Lanes  # noise on inputs
+    evaluation: Lanes  # between two rounds
 
     @classmethod
     def of(cls, equipment: Equipment, recorder: Recorder) -> DeviceLanes:
         """Return lanes that leave their spans with a recorder."""
-        return cls(*(equipment.make_lanes([lane], recorder) for lane in (COMPUTE, IO, NOISE)))
+        return cls(*(equipment.make_lanes([lane], recorder) for lane in (COMPUTE, IO, NOISE, EVALUATION)))
 
     def close(self) -> None:
-        for lane in (self.compute, self.io, self.noise):
+        for lane in (self.compute, self.io, self.noise, self.evaluation):
             lane.close()

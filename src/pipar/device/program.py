@@ -14,6 +14,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from pipar.device.evaluation import OwnEvaluation
 from pipar.device.intake import Commands, Intake
 from pipar.device.interfaces import DeviceLanes, DevicePart, Equipment
 from pipar.device.model import DeviceSideModel
@@ -69,6 +70,7 @@ class Device:
         self._loop = asyncio.get_running_loop()
         self._wait = WaitRecorder(recorder)
         self._intake, self._commands = Intake(channel, equipment.terms), Commands()
+        self._evaluation = OwnEvaluation(equipment.evaluation, lanes, channel, self._wait)
         self._heartbeat = Heartbeat(channel)
         self._training: asyncio.Task[None] | None = None  # the current epoch
         self._recalled: int | None = None  # the epoch whose activations the server has kept
@@ -115,6 +117,7 @@ class Device:
         used, profile = self._guard.used, self._equipment.profile
         if used.releases:  # they may have gone to another server
             about |= {"releases": used.releases, "spent": used.mu_squared}
+        about |= self._evaluation.introduction()
         return about if profile is None else {**about, "profile": json.loads(profile.to_json())}
 
     async def _expect_welcome(self) -> Message:
@@ -209,6 +212,8 @@ class Device:
                     await self._take_part(command.epoch)
                 case Kind.ABANDON:
                     await self._discard(command.epoch)
+                case Kind.EVALUATE:
+                    await self._evaluation.answer(command, self._model)
                 case Kind.REPORT:
                     self._report_trace(command.epoch)
                 case _:

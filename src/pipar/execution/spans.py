@@ -19,6 +19,8 @@ from pipar.json_records import is_number, parse_json
 
 SERVER = "server"
 COMPUTE, IO, NOISE, UPLINK, DOWNLINK, CORE = "compute", "io", "noise", "uplink", "downlink", "core"
+#: What a device does between two rounds to evaluate the model on its own samples; the model also travels on it.
+EVALUATION = "evaluation"
 
 #: The kinds of work in spans; a device sends the position in this list to the server.
 WORK_KINDS = (
@@ -27,7 +29,7 @@ WORK_KINDS = (
     "protect", "noise",
 )  # fmt: skip
 #: The lanes of a device.
-_DEVICE_LANES = frozenset({COMPUTE, IO, NOISE, UPLINK, DOWNLINK})
+_DEVICE_LANES = frozenset({COMPUTE, IO, NOISE, UPLINK, DOWNLINK, EVALUATION})
 #: The spans of one device in one epoch that are kept; the sums are exact without the others.
 MOST_SPANS = 50_000
 _KIND_NUMBER = {kind: number for number, kind in enumerate(WORK_KINDS)}

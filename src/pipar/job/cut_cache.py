@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipar import nn as mathematics
+from pipar import cutting, tensors
+from pipar.cutting.line import Line
+from pipar.cutting.saved_line import line_from_data, line_to_data
 from pipar.job.network_code import network_text
-from pipar.nn.inputs import InputForm
-from pipar.nn.kept_line import line_from_data, line_to_data
-from pipar.nn.line import Line
 from pipar.profiling.cache import find_text, keep_text
+from pipar.tensors.inputs import InputForm
 
 _KIND = "cuts"
 
@@ -67,5 +67,6 @@ def _key(network: nn.Module, form: InputForm, dtype: torch.dtype, names: Sequenc
 @cache
 def _own_code() -> str:
     """Return the code that records and cuts networks: another version of it may cut elsewhere."""
-    files = sorted(Path(one) for folder in mathematics.__path__ for one in Path(folder).glob("*.py"))
+    folders = [Path(folder) for package in (cutting, tensors) for folder in package.__path__]
+    files = sorted(file for folder in folders for file in folder.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

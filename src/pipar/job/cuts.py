@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pipar.cutting.cut_points import CutList
 from pipar.data.catalog import dataset_info
 from pipar.events import Observer, ignore
-from pipar.job.workload import UserObjects, Workload
-from pipar.nn.cut_list import CutList
-from pipar.nn.inputs import InputForm
+from pipar.job.user_objects import UserObjects
+from pipar.job.workload import Workload
 from pipar.settings.config import Config
+from pipar.tensors.inputs import InputForm
 
 
 def find_cuts(config: Config, observe: Observer = ignore) -> CutList:

@@ -17,6 +17,7 @@ class EquivalenceFacts:
     plans: Collection[Plan]  # with which rounds were trained
     averaged: int = 1  # the most models that a round has averaged
     batch_statistics: bool = False
+    counts_forwards: bool = False  # each forward changes a buffer, or decides by values
     dropout: bool = False
     adapters: bool = False  # of low rank: a product of two trained matrices
     noisy_updates: bool = False
@@ -33,6 +34,9 @@ class EquivalenceFacts:
 #: Each reason, in the order in which they are listed, and when it holds.
 _REASONS: Mapping[str, Callable[[EquivalenceFacts], bool]] = {
     "batch statistics": lambda facts: facts.batch_statistics and any(plan.micro_batches > 1 for plan in facts.plans),
+    "forward per micro-batch": lambda facts: (
+        facts.counts_forwards and any(plan.micro_batches > 1 for plan in facts.plans)
+    ),
     "dropout": lambda facts: facts.dropout,
     "noise on updates": lambda facts: facts.noisy_updates,
     "noise on inputs": lambda facts: facts.noisy_inputs,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from pipar.cutting.cut_points import Cut, CutList
 from pipar.execution.schedule import count_batches, count_pieces, cut_batch
 from pipar.execution.spans import SERVER
 from pipar.job.equivalence import EquivalenceFacts, equivalence_reasons
 from pipar.methods import METHODS, Method, Plan
-from pipar.nn.cut_list import Cut, CutList
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Auto, Fleet, Member
 from pipar.privacy.budget import PrivacyGuard, PrivacyLimits, UpdateNoise, choose_noise
@@ -77,6 +77,8 @@ class Job:
     steady_layers: int = 0  # first layers whose activations are the same in every epoch
     cuts: CutList | None = None  # of a network that is no nn.Sequential, or has cut points
     adapters: bool = False  # of low rank are trained
+    counts_forwards: bool = False  # each forward changes a buffer, or decides by values
+    evaluation_sizes: Mapping[str, int] = field(default_factory=dict)  # of devices that evaluate models, if known
 
     @property
     def method(self) -> Method:
@@ -138,6 +140,7 @@ class Job:
             plans=frozenset(self.plans.values()),
             averaged=len(self.specs),
             batch_statistics=self.batch_statistics,
+            counts_forwards=self.counts_forwards,
             dropout=self.dropout,
             adapters=self.adapters and not self.method.one_device_at_a_time,  # which averages nothing
             noisy_updates=privacy.clips,

@@ -13,13 +13,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from pipar import random_streams
+from pipar.cutting.split import named_layers
 from pipar.data.datasets import Images
 from pipar.errors import DataError, InputError, PlanError
 from pipar.job.workload import Workload
 from pipar.leakage.attacks import Attack
 from pipar.leakage.measures import MIN_COMPARED, CutMeasurements, Progress, Samples, measure_cuts
 from pipar.leakage.table import LeakageTable, Subject
-from pipar.nn.split import named_layers
 
 #: Samples of a device for the distance correlation: more take longer and change little.
 _COMPARED = 256

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from pipar import random_streams
+from pipar.aggregation.named_aggregators import make_aggregator
+from pipar.cutting.frozen import frozen_layers
+from pipar.cutting.split import layer_bytes, split_model
 from pipar.errors import OrdersError
 from pipar.events import Scores
 from pipar.job.job import Job
 from pipar.job.workload import Workload
-from pipar.nn.frozen import frozen_layers
+from pipar.nn.device_part import TorchDevicePart
 from pipar.nn.learner import LearnerSettings, TorchLearner
-from pipar.nn.named_aggregators import make_aggregator
-from pipar.nn.parts import TorchDevicePart
 from pipar.nn.runtime import one_thread
-from pipar.nn.split import layer_bytes, split_model
 from pipar.wire.orders import Orders
 
 
@@ -82,8 +82,8 @@ def _check_optimizer(workload: Workload, orders: Orders) -> None:
     section = workload.config.optimizer
     if orders.optimizer != section.fingerprint or orders.norms != int(section.clips_across):
         raise OrdersError(
-            "The server has another [optimizer] than this device, so that the two parts of the network would be "
-            "trained differently: start both with the same [optimizer]."
+            "The server and this device have different settings in [optimizer], so the two parts of the network would "
+            "be trained differently: start both with the same [optimizer]."
         )
 
 
@@ -91,8 +91,8 @@ def _check_task(workload: Workload, orders: Orders) -> None:
     """Raise OrdersError if the server would minimise another loss than this device."""
     if orders.task != workload.config.task.fingerprint:
         raise OrdersError(
-            "The server has another [task] than this device, so that the two would minimise different losses: start "
-            "both with the same [task]; only task.metrics may differ."
+            "The server and this device have different settings in [task], so they would minimise different losses: "
+            "start both with the same [task]; only task.metrics may differ."
         )
 
 

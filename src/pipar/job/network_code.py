@@ -11,7 +11,7 @@ import re
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipar.nn.rectified import HOOKS
+from pipar.tensors.rectified import HOOKS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 #: Attributes that every module has: they are compared in other ways, or do not matter.
@@ -45,6 +45,16 @@ def network_text(network: nn.Module) -> list[str]:
         except Exception:  # noqa: BLE001 - attributes may be anything; what uses this also looks at outputs
             code.lines.append(f"{path}: not all of it can be read")
     return [printed, *_tensors(network), *code.lines]
+
+
+def function_text(function: Callable[..., Any]) -> list[str]:
+    """Return everything that a user's own function computes by: its code, and what that reads."""
+    code = _Code(())
+    try:
+        code.add_function(function)
+    except Exception:  # noqa: BLE001 - attributes may be anything
+        code.lines.append("not all of it can be read")
+    return code.lines
 
 
 def _tensors(network: nn.Module) -> Iterator[str]:
@@ -84,6 +94,11 @@ class _Code:
         for value in values:
             self._add(value)
 
+    def add_function(self, function: Callable[..., Any]) -> None:
+        """Add a function, or an object that can be called."""
+        is_function = isinstance(function, type | types.FunctionType | types.MethodType | partial)
+        (self._add_value if is_function else self._add_object)("function", function)
+
     def _add(self, value: object) -> None:
         """Add the code of a function or class; anything else has none."""
         if _is_of_library(value) or self._was_seen(value):
@@ -98,6 +113,7 @@ class _Code:
             case property():
                 self._add_all((value.fget, value.fset))
             case partial():
+                self.lines.append(f"{getattr(value.func, '__qualname__', '')} with {list(value.keywords)}")
                 self._add(value.func)
                 self._add_all_values("partial", (*value.args, *value.keywords.values()))
 
@@ -203,7 +219,17 @@ def _is_of_library(value: object) -> bool:
 
 
 def _is_installed(function: types.FunctionType) -> bool:
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(function.__code__.co_filename).parts)
+    return _holds_packages(Path(function.__code__.co_filename).parent)
+
+
+@cache
+def _holds_packages(folder: Path) -> bool:
+    """Return True for a folder of an installed package, also in a place of the user's choice (pip install --target)."""
+    if not {"site-packages", "dist-packages"}.isdisjoint(folder.parts):
+        return True
+    while (folder / "__init__.py").is_file():
+        folder = folder.parent
+    return any(folder.glob("*.dist-info"))
 
 
 def _top(name: str) -> str:

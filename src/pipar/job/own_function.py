@@ -13,13 +13,20 @@ OWN = "own"
 
 
 class OwnFunction(OwnObject[Callable[..., Any]]):
-    """A loss or a metric of the user's."""
+    """A loss, a metric or a factory of optimisers of the user's."""
 
 
-def checked_function(function: Any, what: str) -> OwnFunction:
+#: What a function that the user passes has to be.
+OF_OUTPUTS = "a function of (outputs, targets)"
+OF_PARAMETERS = (
+    "a function that makes an optimiser of a list of (name, parameter), as in lambda named: torch.optim.AdamW(named)"
+)
+
+
+def checked_function(function: Any, what: str, wanted: str = OF_OUTPUTS) -> OwnFunction:
     """Return a function that the user passed as this."""
     if not callable(function):
-        raise ConfigError(f"{what} is a {type(function).__name__}: give a function of (outputs, targets).")
+        raise ConfigError(f"{what} is a {type(function).__name__}: give {wanted}.")
     return OwnFunction(function)
 
 

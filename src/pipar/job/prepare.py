@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pipar.data.catalog import SYNTHETIC_SAMPLES, DatasetInfo, dataset_info
@@ -26,12 +27,20 @@ from pipar.job.profiles import (
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
+from pipar.monitored_metric import ON_DEVICES
 from pipar.planner.candidates import check_given
 from pipar.privacy.budget import choose_noise
 from pipar.profiling.machines import MACHINES
 from pipar.profiling.operation_counts import known_counts
 from pipar.profiling.profile import item_bytes
-from pipar.settings.config import Config, DeviceSpec, device_specs, refuse_cut_points, validated_keys
+from pipar.settings.config import (
+    Config,
+    DeviceSpec,
+    device_specs,
+    refuse_cut_points,
+    validated_keys,
+)
+from pipar.settings.optimizers import OWN
 from pipar.wire.messages import COUNT_BYTES, LABEL_BYTES, TargetSize
 
 if TYPE_CHECKING:
@@ -57,9 +66,9 @@ def prepare_timing_only(config: Config, rehearse: Rehearse, observe: Observer = 
 def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
     """Return the job of a workload before its plans are chosen."""
     # Import torch, which a timing-only run does without.
+    from pipar.aggregation.named_aggregators import make_aggregator
+    from pipar.networks.models import counts_forwards, uses_batch_statistics, uses_dropout
     from pipar.nn.adapters import uses_adapters
-    from pipar.nn.models import uses_batch_statistics, uses_dropout
-    from pipar.nn.named_aggregators import make_aggregator
 
     workload.observe = observe
     workload.check_samples()
@@ -67,6 +76,8 @@ def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
     check_given_plans(workload.config, device_specs(workload.config), len(model), workload.model_name)
     sizes, batch_statistics = workload.sizes(), uses_batch_statistics(model)
     _check_sizes(workload.config, sizes, batch_statistics=batch_statistics)
+    evaluation_sizes = workload.evaluation_sizes()
+    _check_evaluation(workload.config, evaluation_sizes)
     _check_validation_set(workload)
     workload.optimizer().check(model)
     # Only to check it: building a user's own aggregator may raise.
@@ -82,14 +93,27 @@ def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
     job = _job(workload.config, profiles, sizes, subject)
     cuts = getattr(model, "cuts", None)
     return replace(
-        job,
+        _with_own_state(job, partial(workload.optimizer().state_copies, model)),
         batch_statistics=batch_statistics,
         dropout=uses_dropout(model),
+        counts_forwards=counts_forwards(model),
         adapters=uses_adapters(model),
         cuts=cuts,
         steady_layers=workload.steady_layers(model),
         target_size=workload.task.size,
+        evaluation_sizes=evaluation_sizes,
     )
+
+
+def _with_own_state(job: Job, state_copies: Callable[[], float]) -> Job:
+    """Return the job with what a user's own optimiser keeps, also where the profile of a machine had to guess it."""
+    if job.config.optimizer.kind != OWN:
+        return job
+    copies = state_copies()
+    profiles = {id(one): one for one in (job.server_profile, *job.device_profiles.values())}
+    known = {key: replace(one, state_copies=copies) for key, one in profiles.items()}  # equal devices share one
+    devices = {name: known[id(one)] for name, one in job.device_profiles.items()}
+    return replace(job, server_profile=known[id(job.server_profile)], device_profiles=devices)
 
 
 def unplanned_timing_only_job(config: Config, observe: Observer = ignore) -> Job | None:
@@ -98,7 +122,7 @@ def unplanned_timing_only_job(config: Config, observe: Observer = ignore) -> Job
         return None
     refuse_cut_points(config)
     info, targets = dataset_info(config.data.name), _label_size(config)
-    sizes = _counted(config, info)
+    sizes, evaluation_sizes = _without_held_out(config, _counted(config, info))
     _check_sizes(config, sizes, batch_statistics=config.model.norm == "batch")
     shape, classes = config.data.shape or info.shape, config.data.classes or info.classes
     profiles = NetworkProfiles(
@@ -115,11 +139,11 @@ def unplanned_timing_only_job(config: Config, observe: Observer = ignore) -> Job
         ),
     )
     job = _job(config, profiles, sizes, Subject.of(config, config.model.name, config.data.name, shape))
-    return replace(job, target_size=targets)
+    return replace(job, target_size=targets, evaluation_sizes=evaluation_sizes)
 
 
 def _label_size(config: Config) -> TargetSize:
-    """Return the bytes of a named dataset's targets in messages, which are labels; as `nn.tasks` computes them."""
+    """Return the bytes of a named dataset's targets in messages, which are labels; as `tasks.task` computes them."""
     task = config.task
     if not task.is_own and task.loss not in ("cross_entropy", "nll"):
         raise ConfigError(
@@ -147,6 +171,15 @@ def _counted(config: Config, info: DatasetInfo) -> dict[str, int]:
             "data.samples_per_device, or fewer devices."
         )
     return sizes
+
+
+def _without_held_out(config: Config, sizes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return each device's number of samples to train on, and to evaluate on."""
+    from pipar.data.partition import held_out_count  # imports numpy, without which commands start faster
+
+    share = config.data.evaluate_on_devices
+    kept = {name: held_out_count(name, size, share) for name, size in sizes.items()} if share else {}
+    return {name: size - kept.get(name, 0) for name, size in sizes.items()}, kept
 
 
 def _check_sizes(config: Config, sizes: Mapping[str, int], *, batch_statistics: bool) -> None:
@@ -178,9 +211,20 @@ def check_schedule(config: Config, sizes: Mapping[str, int], *, batch_statistics
 
 
 def _check_validation_set(workload: Workload) -> None:
+    if workload.config.run.monitor.startswith(ON_DEVICES):
+        return
     for key, value in validated_keys(workload.config).items():
         if workload.held_out("validation") is None:
             raise ConfigError(f"{key} = {value} needs a validation set, and there is none: give one, or unset {key}.")
+
+
+def _check_evaluation(config: Config, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError if no device evaluates models, and something needs their values."""
+    if not sizes and config.run.monitor.startswith(ON_DEVICES):
+        raise ConfigError(
+            f"run.monitor = '{config.run.monitor}' needs devices that evaluate models: set data.evaluate_on_devices to "
+            "a share of their samples, or give evaluation_datasets."
+        )
 
 
 def check_given_plans(config: Config, specs: Iterable[DeviceSpec], layers: int, model: str) -> None:

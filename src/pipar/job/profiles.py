@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipar.cutting.cut_points import CutList
 from pipar.errors import ConfigError
 from pipar.events import Observer, Preparing, ignore
-from pipar.nn.cut_list import CutList
 from pipar.profiling.cache import find_profile, keep_profile
 from pipar.profiling.comparison import check_network
 from pipar.profiling.machines import MACHINES, machine_profile
@@ -31,7 +31,7 @@ from pipar.profiling.operation_counts import (
 )
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.settings.config import Config
-from pipar.settings.config_file import config_from
+from pipar.settings.config_file import config_from, config_tree
 from pipar.settings.optimizers import OWN, step_cost
 from pipar.settings.training_sections import OptimizerSection, TaskSection
 
@@ -178,8 +178,8 @@ def profile_key(config: Config, input_shape: tuple[int, ...], classes: int) -> d
 def _own_profile_key(workload: Workload, model: nn.Sequential) -> dict[str, object]:
     """Return everything that the times of a user's own network depend on: its layers and code, but not its weights."""
     # Import torch, which a run with a cached profile does without.
+    from pipar.cutting.split import named_layers, whole_module
     from pipar.job.network_code import network_text
-    from pipar.nn.split import named_layers, whole_module
 
     cuts = getattr(model, "cuts", None)
     crossing = cuts.to_dict()["cuts"] if isinstance(cuts, CutList) else None
@@ -191,6 +191,15 @@ def _own_profile_key(workload: Workload, model: nn.Sequential) -> dict[str, obje
         "inputs": str(workload.form),
         "architecture": hashlib.sha256(architecture.encode()).hexdigest(),
     }
+
+
+def _functions_key(workload: Workload) -> dict[str, object]:
+    """Return the code of the functions that the user passed: several may have one name, as in a notebook."""
+    from pipar.job.network_code import function_text  # imports torch
+
+    given = {"loss": workload.user_objects.loss, "optimizer": workload.user_objects.optimizer}
+    texts = {f"own {key}": json.dumps(function_text(one.get())) for key, one in given.items() if one is not None}
+    return {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
 
 
 def measured_profile(
@@ -207,13 +216,14 @@ def measured_profile(
     If the network does not fit into `memory_bytes`, it is the profile of as many first layers as fit.
     """
     # Import torch, which a run with a cached profile does without.
-    from pipar.nn.models import uses_batch_statistics
+    from pipar.networks.models import uses_batch_statistics
     from pipar.profiling.measure import measure_profile
 
     config = workload.config
     named = workload.model_name == config.model.name
     shape, classes = workload.input_shape, workload.classes
     key = profile_key(config, shape, classes) if named else _own_profile_key(workload, model)
+    key |= _functions_key(workload)
     kept = None if fresh else _kept_profile(key, config, memory_bytes, batch_statistics=uses_batch_statistics(model))
     if kept is not None:
         return kept
@@ -283,8 +293,8 @@ def count_network(workload: Workload, model: nn.Sequential) -> Counts:
     if known is not None and not workload.config.model.freeze:
         return known
     # Import torch, which a run with stored counts does without.
-    from pipar.nn.rectified import rectified_cuts
     from pipar.profiling.operation_counter import count_layers
+    from pipar.tensors.rectified import rectified_cuts
 
     if known is None:
         counts = rectified_at(count_layers(model, form, run=True, task=workload.task), rectified_cuts(model, form))
@@ -340,7 +350,7 @@ def counts_of_shape(config: Config, shape: tuple[int, ...], classes: int) -> Cou
 def _workload_of_shape(config: Config, shape: tuple[int, ...], classes: int) -> Workload:
     from pipar.job.workload import Workload  # imports torch
 
-    tree = config.model_dump()
+    tree = config_tree(config)
     tree["data"] |= {
         "name": "synthetic",
         "shape": shape,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from pipar.cutting.split import split_model
 from pipar.execution.schedule import cut_batch, device_order
 from pipar.job.job import Job
 from pipar.job.workload import Workload
-from pipar.nn.inputs import with_gradient
-from pipar.nn.parts import Crossing, MicroBatch, TorchDevicePart
+from pipar.nn.device_part import TorchDevicePart
+from pipar.nn.micro_batches import Crossing, MicroBatch
 from pipar.nn.runtime import release_model_memory
-from pipar.nn.split import split_model
+from pipar.tensors.inputs import with_gradient
 
 
 def warm_up(job: Job, workload: Workload) -> None:

@@ -4,151 +4,52 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, reduce
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 
-from pipar import random_streams
+from pipar.cutting.cut_points import CutList
+from pipar.cutting.frozen import check_stays_frozen, check_trains, freeze
+from pipar.cutting.line import Line
+from pipar.cutting.listing import layer_cuts
+from pipar.cutting.split import named_layers
+from pipar.cutting.steady import steady_layers
 from pipar.data.catalog import SYNTHETIC_SAMPLES
-from pipar.data.datasets import Dataset, Images, dataset_images, factory_images, load_dataset
-from pipar.data.partition import device_sizes, partition
+from pipar.data.datasets import Dataset, Images, factory_images, load_dataset
+from pipar.data.own_sets import factory_sets
+from pipar.data.partition import device_sizes, held_out_rows
 from pipar.data.shard import SamplePrivacy, Shard
 from pipar.errors import ConfigError, DataError, ModelError
-from pipar.events import Observer, Preparing, ignore
-from pipar.job.cut_cache import kept_line
-from pipar.job.own_function import OWN, OwnFunction, checked_function
-from pipar.job.own_module import OwnModule
+from pipar.events import Observer, ignore
+from pipar.job.device_evaluation import HeldOutSamples, Judgement, Memory, Outline
+from pipar.job.held_out import evaluation_batches
+from pipar.job.own_function import OWN
+from pipar.job.own_network import OwnNetworkCutter
+from pipar.job.user_objects import UserObjects, partitioned
 from pipar.methods import METHODS
-from pipar.monitored_metric import VAL_LOSS, Monitor
-from pipar.nn.cut_list import CutList
-from pipar.nn.cut_listing import layer_cuts
-from pipar.nn.frozen import check_stays_frozen, check_trains, freeze
-from pipar.nn.inputs import InputForm, Inputs, drawn_like, in_dtype
+from pipar.monitored_metric import ON_DEVICES, VAL_LOSS, Monitor
+from pipar.networks.models import (
+    build_model,
+    check_fits,
+    check_module,
+    example_output,
+)
 from pipar.nn.learner import Batches
-from pipar.nn.line import Line, line_of, whole_line
-from pipar.nn.losses import ClassLoss, Loss, OwnLoss, Targets, named_loss
-from pipar.nn.metrics import NamedMetric, named_metrics
-from pipar.nn.models import build_model, check_fits, check_module, example_output, is_sequential
-from pipar.nn.named_cuts import named_line, unshared_line, uses_twice
 from pipar.nn.optimizers import OptimizerSettings, ParameterGroup
-from pipar.nn.split import named_layers
 from pipar.nn.start_weights import load_weights
-from pipar.nn.steady import steady_layers
-from pipar.nn.tasks import ONE_LABEL, Task
-from pipar.nn.tensors import TORCH_DTYPES
-from pipar.privacy.mechanisms import noisy
-from pipar.settings.config import Config, device_names, device_specs, refuse_cut_points
+from pipar.settings.config import Config, check_private_evaluation, device_specs, refuse_cut_points
 from pipar.settings.metrics import is_own, shown_name
+from pipar.tasks.losses import ClassLoss, Loss, OwnLoss, named_loss
+from pipar.tasks.metrics import NamedMetric, named_metrics
+from pipar.tasks.task import ONE_LABEL, Task
+from pipar.tensors.bodies import TORCH_DTYPES
+from pipar.tensors.inputs import InputForm, drawn_like, in_dtype
 from pipar.user_function import call_factory, load_factory
-
-_EVALUATION_BATCH = 250
-
-
-@dataclass(frozen=True)
-class UserObjects:
-    """Objects that the user passed in Python instead of naming them in the configuration.
-
-    The common form and classes are sent to child processes with them, so that no process has to look at the data of
-    another device.
-    """
-
-    model: OwnModule | None = None
-    training: Mapping[str, Images] | None = None  # by device name
-    validation: Images | None = None
-    test: Images | None = None
-    form: InputForm | None = None  # of one sample
-    targets: InputForm | None = None  # of one sample's targets
-    classes: int | None = None
-    loss: OwnFunction | None = None
-    metrics: Mapping[str, OwnFunction] = field(default_factory=dict)  # by name
-    knows_no_data: bool = False  # as the server of a deployment, where a factory is called on devices only
-
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        model: Any,
-        datasets: Any,
-        validation: Any,
-        test: Any,
-        loss: Any = None,
-        metrics: Mapping[str, Any] | None = None,
-    ) -> UserObjects:
-        """Return the user's objects, checked; a single dataset is partitioned over the devices."""
-        return cls(
-            model=None if model is None else OwnModule(check_module(model)),
-            training=None if datasets is None else _by_device(config, datasets),
-            validation=None if validation is None else dataset_images(validation, config.task),
-            test=None if test is None else dataset_images(test, config.task),
-            loss=None if loss is None else checked_function(loss, "loss"),
-            metrics={name: checked_function(one, f"The metric {name!r}") for name, one in (metrics or {}).items()},
-        )
-
-    def only(self, device: str) -> UserObjects:
-        """Return the part that one device needs."""
-        training = None if self.training is None else {device: self.training[device]}
-        return replace(self, training=training, validation=None, test=None)
-
-
-def is_list_of_datasets(datasets: Any) -> TypeGuard[Sequence[Any]]:
-    """Return True for a list or tuple of datasets; a list of (sample, label) pairs is a dataset itself."""
-    return isinstance(datasets, list | tuple) and not (datasets and all(map(_is_pair, datasets)))
-
-
-def _is_pair(item: Any) -> bool:
-    # A list of two pairs is as long as a pair, but its second element is not a target.
-    return isinstance(item, list | tuple) and len(item) == 2 and _is_target(item[1])
-
-
-def _is_target(value: Any) -> bool:
-    if value is None or isinstance(value, float | torch.Tensor | np.ndarray | np.generic):
-        return True
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _by_device(config: Config, datasets: Any) -> dict[str, Images]:
-    names = device_names(config)
-    if isinstance(datasets, Mapping):
-        if sorted(datasets) != sorted(names):
-            given, wanted = ", ".join(sorted(datasets)), ", ".join(sorted(names))
-            raise DataError(f"datasets are given for {given}, but the devices are {wanted}: give one for each device.")
-        return {name: dataset_images(datasets[name], config.task) for name in names}
-    if is_list_of_datasets(datasets):
-        if len(datasets) != len(names):
-            raise DataError(f"{len(datasets)} datasets are given for {len(names)} devices: give one for each device.")
-        return {name: dataset_images(one, config.task) for name, one in zip(names, datasets, strict=True)}
-    images = dataset_images(datasets, config.task)
-    return {name: images.take(rows) for name, rows in _partition(config, images).items()}
-
-
-def _partition(config: Config, images: Images) -> dict[str, Any]:
-    """Return the rows of the images that each device gets."""
-    data, sizes = config.data, device_sizes(config, len(images))
-    if data.partition != "iid" and images.target_form != ONE_LABEL:
-        raise DataError(
-            f"data.partition = '{data.partition}' gives devices different shares of classes, but samples have no class "
-            "each: write data.partition = 'iid', or give one dataset for each device."
-        )
-    rows = partition(
-        images.labels.numpy() if data.partition != "iid" else np.zeros(len(images), np.int64),
-        list(sizes.values()),
-        scheme=data.partition,
-        seed=config.run.seed,
-        alpha=data.alpha,
-        shards_per_device=data.shards_per_device,
-    )
-    return dict(zip(sizes, rows, strict=True))
 
 
 class Workload:
@@ -172,9 +73,11 @@ class Workload:
         self.names = [spec.name for spec in device_specs(config)]
         self.dtype = TORCH_DTYPES[config.model.dtype]
         self._own_shards: dict[str, Shard] = {}
+        self._evaluation: dict[str, Images | None] = {}  # by device
         self._found: dict[str, Images | None] = {}  # held-out sets
         self._held_out: dict[str, Images | None] = {}  # those that were checked
         self._line: Line | None = None  # of a network that is no nn.Sequential
+        self._is_plain = False  # an nn.Sequential of the user's that needs no line
 
     @property
     def data_name(self) -> str:
@@ -210,10 +113,15 @@ class Workload:
     @cached_property
     def _shards(self) -> dict[str, Shard]:
         images = self._dataset.train
-        return {name: self._shard(images, rows, name) for name, rows in _partition(self.config, images).items()}
+        return {name: self._shard(images, rows, name) for name, rows in partitioned(self.config, images).items()}
 
     def _shard(self, images: Images, rows: Any, name: str) -> Shard:
+        """Return the samples of one device, without those that it evaluates models on."""
         config = self.config
+        share = config.data.evaluate_on_devices
+        if share:
+            rows, kept = held_out_rows(name, rows, share, config.run.seed)
+            self._evaluation[name] = images.take(kept)
         privacy, task = self._sample_privacy, self._task_for(images)
         return Shard(images, rows, name, config.run.seed, config.data.augment, self.dtype, privacy, task)
 
@@ -232,25 +140,65 @@ class Workload:
         if not self._has_own_sets:
             return self._shards[device]
         if device not in self._own_shards:  # a factory may be slow, so it is called once for each name
-            images = self._own_images(device)
+            images, kept = self._own_images(device)
+            if kept is not None:
+                self._evaluation[device] = kept
             self._own_shards[device] = self._shard(images, torch.arange(len(images)).numpy(), device)
         return self._own_shards[device]
 
-    def _own_images(self, device: str) -> Images:
+    def evaluation_images(self, device: str) -> Images | None:
+        """Return the samples that a device evaluates models on and does not train on; None if it has none."""
+        given = self.user_objects.evaluation
+        if given is None and device not in self._evaluation:
+            _ = self.shard(device)  # from which they are held out
+        images = self._evaluation.get(device) if given is None else given[device]
+        if images is not None:
+            self._refuse_noise()
+        return images
+
+    def evaluation_sizes(self) -> dict[str, int]:
+        """Return the number of evaluation samples of each device that has some."""
+        found = {name: self.evaluation_images(name) for name in self.names}
+        return {name: len(images) for name, images in found.items() if images is not None}
+
+    def evaluation_samples(self, device: str, memory: Memory | None = None) -> HeldOutSamples | None:
+        """Return a device's evaluation samples with the network that it evaluates."""
+        images = self.evaluation_images(device)
+        return None if images is None else HeldOutSamples(images, self._judgement, memory)
+
+    def _refuse_noise(self) -> None:
+        """Raise ConfigError if samples are protected by noise: the values of an evaluation have none."""
+        try:
+            check_private_evaluation(self.config.privacy)
+        except ValueError as error:
+            raise ConfigError(f"{error}.") from None
+
+    @cached_property
+    def _judgement(self) -> Judgement:
+        return Judgement(Outline(self.build_model()), self.task, self.metrics, self.dtype)
+
+    def _own_images(self, device: str) -> tuple[Images, Images | None]:
+        """Return the training samples of a device, and those to evaluate on if the user has given them apart."""
         if self.user_objects.training is not None:
-            return self.user_objects.training[device]
+            return self.user_objects.training[device], None
         assert self.config.data.factory is not None
-        images = factory_images(self.config.data.factory, device, self.config.task)
+        images, kept = factory_sets(self.config.data.factory, device, self.config.task)
+        if kept is not None and self.config.data.evaluate_on_devices:
+            raise ConfigError(
+                f"data.evaluate_on_devices = {self.config.data.evaluate_on_devices:g} holds out samples of {device}, "
+                "but data.factory returns others to evaluate on: give only one of them."
+            )
         if images is None:
             raise DataError(
                 f"data.factory {self.config.data.factory} returned None for the training data of {device}: return a "
                 "dataset for every device."
             )
-        return images
+        return images, kept
 
     def keep_only_shard(self, device: str) -> Shard:
         """Return a copy of one device's samples and release all others, to keep a device's process small."""
         shard = self.shard(device).materialised()
+        self._evaluation = {device: self.evaluation_images(device)}
         _ = self.form, self.task  # needed later to build the network
         self.__dict__.pop("_shards", None)
         self.__dict__.pop("_dataset", None)
@@ -287,24 +235,17 @@ class Workload:
     def held_out_batches(self, which: str) -> Batches:
         """Return a held-out set as batches that are normalised when they are loaded."""
         images = self.held_out(which)
-        if images is None:
-            return []
-        starts = range(0, len(images), _EVALUATION_BATCH)
-        sizes = [min(_EVALUATION_BATCH, len(images) - start) for start in starts]
-        scale, chance = (
-            self.config.privacy.pixel_scale,
-            partial(random_streams.generator, self.config.run.seed, "pixel", which),
-        )
-        return [
-            (size, _Batch(images, start, size, self.dtype, scale, partial(chance, number)))
-            for number, (start, size) in enumerate(zip(starts, sizes, strict=True))
-        ]
+        return [] if images is None else evaluation_batches(images, self.config, self.dtype, which)
 
     def check_samples(self) -> None:
         """Raise DataError if the devices' samples differ in shape, or have labels beyond the number of classes."""
         if self._has_own_sets:
             for name in self.names:
                 self._check_images(self.shard(name).images, f"the data of {name}")
+        for name in self.names if self._has_own_evaluation else ():
+            images = self.evaluation_images(name)
+            if images is not None:
+                self._check_images(images, f"the evaluation data of {name}")
 
     def _check_images(self, images: Images, whose: str) -> None:
         if images.form != self.form:
@@ -327,6 +268,10 @@ class Workload:
         if self._has_own_sets:
             return {name: len(self.shard(name)) for name in self.names}
         return {name: len(shard) for name, shard in self._shards.items()}
+
+    @property
+    def _has_own_evaluation(self) -> bool:
+        return self.user_objects.evaluation is not None or self.config.data.factory is not None
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -388,14 +333,15 @@ class Workload:
         wanted = self.config.run.monitor
         if wanted == VAL_LOSS:
             return Monitor()
-        found = next((metric for metric in self.metrics if metric.name == wanted), None)
-        if found is None:
-            names = ", ".join([VAL_LOSS, *(metric.name for metric in self.metrics)])
+        known = {metric.name: metric.higher_is_better for metric in self.metrics}
+        known |= {ON_DEVICES + name: higher for name, higher in {"loss": False, "accuracy": True, **known}.items()}
+        if wanted not in known:
+            names = ", ".join([VAL_LOSS, *known])
             raise ConfigError(
                 f"run.monitor = '{wanted}' is neither '{VAL_LOSS}' nor a metric of this training: write one of "
                 f"{names}, or add it to task.metrics."
             )
-        return Monitor(found.name, found.higher_is_better)
+        return Monitor(wanted, known[wanted])
 
     def _metric(self, name: str) -> Callable[..., Any] | None:
         """Return a user's function; None for a metric that pipar knows."""
@@ -435,8 +381,8 @@ class Workload:
         expected = self.loss.form_for(example_output(self.network(), self.form), self.classes)
         if expected is None:
             raise ConfigError(
-                f"The targets of the loss {self.loss.name} are known only to devices: let data.factory return a "
-                "'validation' set, from which the server knows their form."
+                f"The server does not know the form of the targets of the loss {self.loss.name}: let data.factory "
+                "return a 'validation' set, which has the same form."
             )
         return expected
 
@@ -482,27 +428,18 @@ class Workload:
 
     def _cuttable(self, model: nn.Module) -> nn.Sequential:
         """Return a network that can be cut after each layer: itself, or a line of stages that is made of it."""
-        names, splits = self.config.model.cut_points, METHODS[self.config.run.method].splits
-        is_sequence = names is None and is_sequential(model)
-        if is_sequence and not (splits and uses_twice(cast(nn.Sequential, model))):
+        is_own = self.user_objects.model is not None or self.config.model.factory is not None
+        if not is_own or self._is_plain:
             return cast(nn.Sequential, model)
-        check_fits(model, self.form, self.task)  # before torch.export says something else about it
-        example = self.form.example(2, self.dtype)
-        if not splits or names == ():
-            self._line = whole_line(model, example)
-        elif is_sequence:
-            self._line = unshared_line(cast(nn.Sequential, model), example)
-        else:
-            self._line = kept_line(model, self.form, self.dtype, names, partial(self._cut, model, example))
-        return copy.deepcopy(self._line)
-
-    def _cut(self, model: nn.Module, example: Inputs) -> Line:
-        names = self.config.model.cut_points
-
-        def progress(what: str, share: float) -> None:
-            self.observe(Preparing(what, share))
-
-        return line_of(model, example, progress) if names is None else named_line(model, names, example, progress)
+        splits = METHODS[self.config.run.method].splits
+        cut = OwnNetworkCutter(
+            self.config.model.cut_points, self.form, self.task, self.dtype, self.observe, splits=splits
+        ).cut(model)
+        if not isinstance(cut, Line):
+            self._is_plain = True
+            return cut
+        self._line = cut
+        return copy.deepcopy(cut)
 
     def cuts(self) -> CutList:
         """Return where the network can be cut, and what crosses there."""
@@ -525,9 +462,9 @@ class Workload:
         With `initial` it has the weights that the training starts from; a device gets them from the server.
         """
         model = self.initial_model() if initial else self.build_model()
-        if self._line is None:  # else it was checked before it was cut
+        if self._line is None and not self._is_plain:  # else it was checked before it was cut
             check_fits(model, self.form, self.task)
-        if initial:  # a device computes no metrics
+        if initial:  # a device that evaluates has metrics of its own
             self.check_metrics(model)
         check_stays_frozen(model, in_dtype(drawn_like(self.form.example(2, self.dtype), 2, seed=0), self.dtype))
         return model
@@ -539,37 +476,17 @@ class Workload:
         return steady_layers(model, self.form.example(2, self.dtype))
 
     def optimizer(self) -> OptimizerSettings:
-        section = self.config.optimizer
+        section, own = self.config.optimizer, self.user_objects.optimizer
         return OptimizerSettings(
             section.name,
             section.learning_rate,
             section.arguments,
-            section.factory,
+            section.factory if own is None else own.get(),
             groups=tuple(ParameterGroup(group.match, group.settings) for group in section.groups),
             decay_norms_and_biases=section.decay_norms_and_biases,
             schedule=section.learning_schedule,
             clip_norm=section.clip_norm,
         )
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """A batch of a held-out set, loaded by calling it, with the same noise on inputs as in training."""
-
-    images: Images
-    start: int
-    size: int
-    dtype: torch.dtype
-    pixel_scale: float
-    chance: Callable[[], np.random.Generator]
-
-    def __call__(self) -> tuple[Inputs, Targets]:
-        rows = slice(self.start, self.start + self.size)
-        inputs: Inputs = self.images.normalised(self.images.rows(rows), self.dtype)
-        if self.pixel_scale:
-            assert isinstance(inputs, torch.Tensor)
-            inputs = torch.from_numpy(noisy(inputs.numpy(), self.pixel_scale, self.chance()))
-        return inputs, self.images.targets(rows, self.dtype)
 
 
 def _image_shape(form: InputForm) -> tuple[int, int, int]:

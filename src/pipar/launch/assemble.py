@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pipar.device.interfaces import DeviceLanes, Equipment, MakeLanes
 from pipar.device.program import Device
 from pipar.events import EpochResult, Observer
-from pipar.execution.spans import CORE, SERVER, UPLINK, Recorder, Span
+from pipar.execution.spans import CORE, EVALUATION, SERVER, UPLINK, Recorder, Span
 from pipar.job.job import Bounds, Job
 from pipar.methods import Plan
 from pipar.planner.background_search import PlanSearch, ReplanBySearch, ReplanEncodings, search_by_estimate
@@ -111,6 +111,7 @@ class _ServerBuilder:
             setup.pool([f"{CORE} {number}" for number in range(job.cores)], self._recorder),
             setup.background(["validation"], self._background),
             self._recorder,
+            setup.background([EVALUATION], self._background),
         )
         services = Services(
             self._results,

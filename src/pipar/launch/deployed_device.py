@@ -14,11 +14,13 @@ from pathlib import Path
 
 from torch import nn
 
+from pipar.cutting.split import named_layers
 from pipar.device.intake import Terms
 from pipar.device.interfaces import Equipment
 from pipar.errors import ConfigError, DataError
 from pipar.events import Expiring, Observer, Reloaded, Stopping
 from pipar.execution.lanes import ThreadLanes
+from pipar.job.device_evaluation import Memory
 from pipar.job.model_setup import part_builder, part_sizes, seed_dropout
 from pipar.job.prepare import check_schedule
 from pipar.job.profiles import measured_profile
@@ -28,8 +30,7 @@ from pipar.launch.deployed_process import listed_specs, prepare_process, run_unt
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
-from pipar.nn.models import uses_batch_statistics
-from pipar.nn.split import named_layers
+from pipar.networks.models import uses_batch_statistics
 from pipar.privacy import accounting
 from pipar.privacy.budget import AllowedCuts, PrivacyGuard, PrivacyLimits
 from pipar.privacy.budget_file import BudgetFile, locked
@@ -84,7 +85,8 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     build, lanes = part_builder(workload, options.name), partial(ThreadLanes, speed=spec.speed)
     memory_bytes = spec.memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     terms = Terms(part_sizes(model), profile, memory_bytes, len(samples))
-    equipment = Equipment(samples, build, lanes, profile, guard, terms)
+    evaluation = workload.evaluation_samples(options.name, Memory(profile, memory_bytes))
+    equipment = Equipment(samples, build, lanes, profile, guard, terms, evaluation)
     stopped = run_until_signal(_train(config, options, spec, equipment, observe))
     return 130 if stopped == signal.SIGINT else 0
 
@@ -94,8 +96,8 @@ def _check_form(workload: Workload, name: str) -> None:
     form = workload.shard(name).images.form
     if not form.is_floats:
         raise DataError(
-            f"The samples of {name} are {form}, but data.shape tells a server only of samples that are one tensor of "
-            "floating-point numbers: train others with pipar.run or 'pipar run', on one machine."
+            f"The samples of {name} are {form}, but a deployment needs samples of one tensor of floating-point "
+            "numbers, which data.shape describes: train others with pipar.run or 'pipar run', on one machine."
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from pipar.cutting.split import named_layers
 from pipar.data.catalog import dataset_info
 from pipar.data.datasets import Images
 from pipar.errors import ConfigError, DataError
@@ -16,18 +17,19 @@ from pipar.job.model_setup import scores_on_test_set
 from pipar.job.plans import check_common
 from pipar.job.prepare import check_given_plans, sample_bytes
 from pipar.job.profiles import measured_profile
-from pipar.job.workload import UserObjects, Workload
+from pipar.job.user_objects import UserObjects
+from pipar.job.workload import Workload
 from pipar.launch.deployed_process import unlisted_spec
 from pipar.leakage.limit import LeakageLimit
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
+from pipar.monitored_metric import ON_DEVICES
+from pipar.networks.models import counts_forwards, uses_batch_statistics, uses_dropout
 from pipar.nn.adapters import uses_adapters
-from pipar.nn.inputs import InputForm
 from pipar.nn.learner import Batches, TorchLearner
-from pipar.nn.models import uses_batch_statistics, uses_dropout
-from pipar.nn.split import named_layers
 from pipar.privacy.budget import choose_noise
 from pipar.settings.config import Config, device_specs
+from pipar.tensors.inputs import InputForm
 
 
 def server_workload(config: Config) -> Workload:
@@ -66,6 +68,7 @@ def job_without_devices(workload: Workload, observe: Observer) -> Job:
         device_profiles={},
         batch_statistics=uses_batch_statistics(model),
         dropout=uses_dropout(model),
+        counts_forwards=counts_forwards(model),
         adapters=uses_adapters(model),
         plans={},
         dataset=workload.data_name,
@@ -119,7 +122,10 @@ def validation_batches(workload: Workload) -> Batches:
 
 def check_validation_set(workload: Workload) -> None:
     """Raise ConfigError if the best model is to be kept, and the server has no validation set to find it with."""
-    if workload.config.run.keep == "best" and not validation_batches(workload):
+    config = workload.config
+    if config.run.monitor.startswith(ON_DEVICES):
+        return  # devices say when they join whether they evaluate models
+    if config.run.keep == "best" and not validation_batches(workload):
         raise ConfigError(
             "run.keep = 'best' needs a validation set, and this server has none: put the dataset on its machine, or "
             "unset run.keep."

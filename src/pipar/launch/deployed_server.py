@@ -156,7 +156,7 @@ class _Run:
     def val_losses(self) -> list[float | None]:
         """The validation losses of the complete rounds, or what is monitored instead; lower is better."""
         monitor = self.workload.monitor
-        return [monitor.of(result.val_loss, result.val_metrics) for result in self.folder.epochs]
+        return [result.compared(monitor) for result in self.folder.epochs]
 
     def reason_finished(self) -> str | None:
         """Return why a resumed training has no rounds left; None if it has some."""

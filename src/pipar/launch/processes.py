@@ -13,11 +13,13 @@ from pipar.errors import InputError
 from pipar.events import Event, Listening, Observer
 from pipar.execution.lanes import ThreadLanes
 from pipar.execution.spans import SERVER
+from pipar.job.device_evaluation import Memory
 from pipar.job.job import Job
 from pipar.job.model_setup import make_learner, part_builder, scores_on_test_set, seed_dropout
 from pipar.job.plans import make_plans
+from pipar.job.user_objects import UserObjects
 from pipar.job.warm_up import warm_up, warm_up_device
-from pipar.job.workload import UserObjects, Workload
+from pipar.job.workload import Workload
 from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.launch.child_processes import ChildProcesses, EventSender, GracefulTermination, new_signal
 from pipar.launch.final_model import final_files
@@ -167,11 +169,12 @@ def _device_process(sender: EventSender, job: Job, own: UserObjects, name: str, 
 async def _train_device(job: Job, workload: Workload, name: str, place: _Place, observe: Observer) -> None:
     from pipar.transport.grpc_connect import connect
 
-    speed = next(spec.speed for spec in job.specs if spec.name == name)
+    spec = next(spec for spec in job.specs if spec.name == name)
     samples, build = workload.keep_only_shard(name), part_builder(workload, name)
+    evaluation = workload.evaluation_samples(name, Memory(job.device_profiles[name], spec.memory_bytes))
     warm_up_device(job, workload, name)
     seed_dropout(job.config.run.seed, name)
     transport = await connect(place.address, security=place.security)
-    lanes, profile = partial(ThreadLanes, speed=speed), job.device_profiles[name]
-    equipment = Equipment(samples, build, lanes, profile, job.guard())
+    lanes, profile = partial(ThreadLanes, speed=spec.speed), job.device_profiles[name]
+    equipment = Equipment(samples, build, lanes, profile, job.guard(), evaluation=evaluation)
     await run_device(name, job.links[name], equipment, transport, keep_spans=job.traced_devices, observe=observe)

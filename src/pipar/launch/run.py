@@ -43,7 +43,8 @@ from pipar.storage.run_lock import folder_locked
 from pipar.storage.run_names import new_folder, remove_if_no_epochs, run_name
 
 if TYPE_CHECKING:
-    from pipar.job.workload import UserObjects, Workload
+    from pipar.job.user_objects import UserObjects
+    from pipar.job.workload import Workload
 
 World = Literal["real", "virtual", "timing-only"]
 WORLDS = ("real", "virtual", "timing-only")
@@ -60,6 +61,8 @@ def run(
     test: Any = None,
     loss: Callable[[Any, Any], Any] | None = None,
     metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+    optimizer: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    evaluation_datasets: Any = None,
     settings: Sequence[str] = (),
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
@@ -71,27 +74,46 @@ def run(
 ) -> Result:
     """Train and return the result.
 
-    `config` is a TOML file, nested dictionaries, a `Config` or None for the defaults. `settings` are strings
-    "section.key=value" that override it. `model` is your own nn.Module, which stays as it is; `cut_points` are the
-    modules after which it may be cut, by their paths and in order of execution, instead of every usable cut. `datasets`
-    are your own training data: one dataset for each device (a list or tuple in the order of the configuration, or a
-    mapping by device name), or a single one to partition. `validation` and `test` are your own held-out datasets; they
-    replace those of a named dataset. `loss` is your own function of (outputs, targets), their mean over the samples or
-    over what its attribute `count`, a function of targets, counts; `metrics` are functions by name that validation and
-    test compute in addition to `task.metrics`. `callbacks` are called with the results of each epoch; one that returns
-    `pipar.STOP` ends the training after the round that is being trained, and an error in one does so, too, and is
-    raised when everything is saved. `progress` shows how far the training is: None does so in a terminal and in a
-    notebook, True also prints lines elsewhere, False shows nothing. `observe` is called with each event, with
-    `pictures` also with the lanes of each epoch. `report` writes an HTML report into the run's folder at the end.
-    `record` writes a recording into it, which `pipar replay` reads.
+    - `config`: a TOML file, nested dictionaries, a `Config`, or None for the defaults. `settings` are strings
+      "section.key=value" that override it.
+    - `world`: "real" (processes on this machine), "virtual" or "timing-only".
+    - `model`: your own nn.Module, which is not changed. `cut_points` limits its cuts to these modules, given by their
+      paths in order of execution.
+    - `datasets`: your own training data. One dataset for each device, as a list or tuple in the order of the
+      configuration or as a mapping by device name; or a single dataset, which is partitioned. `validation` and `test`
+      are your own held-out datasets, and replace those of a named dataset. `evaluation_datasets`, one for each device,
+      are what devices evaluate the global model on after every round, and do not train on.
+    - `loss`: your own function of (outputs, targets) that returns the mean loss over the samples. If the mean is over
+      something else, the attribute `count` of the function is a function of targets that returns its number.
+    - `metrics`: functions by name, which validation and test compute in addition to `task.metrics`.
+    - `optimizer`: your own function, which replaces `optimizer.name` and its arguments. It gets the trained parameters
+      of one part of the network as a list of (name, parameter), and returns a torch.optim.Optimizer over them.
+    - `callbacks`: functions that get the results of each epoch. If one returns `pipar.STOP`, the training ends after
+      the current round. An error in one also ends the training, and is raised after everything is saved.
+    - `progress`: None shows the progress in a terminal and in a notebook, True also prints lines elsewhere, False shows
+      nothing.
+    - `observe`: a function that gets each event; with `pictures` also the lanes of each epoch.
+    - `report` writes an HTML report into the run's folder at the end. `record` writes a recording into it, which
+      `pipar replay` reads.
+    - `command`: the command that result.json names.
 
     >>> result = pipar.run({"run": {"epochs": 3}}, world="timing-only", settings=SMALL[1:])
     >>> [epoch["epoch"] for epoch in result.epochs]
     [1, 2, 3]
+
+    An optimiser with a separate group for norms and biases, which are vectors:
+
+    >>> def adamw(named):
+    ...     matrices, vectors = ([one for _, one in named if (one.ndim > 1) == wide] for wide in (True, False))
+    ...     return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=0.002)
+    >>> own = {"model": torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)), "optimizer": adamw}
+    >>> data = torch.utils.data.TensorDataset(torch.randn(20, 4), torch.arange(20) % 2)
+    >>> pipar.run(world="virtual", **own, datasets=[data], settings=SMALL).content["equivalence"]
+    'exact'
     """
     if world not in WORLDS:
         raise ConfigError(f"world = '{world}' is unknown: use one of {', '.join(WORLDS)}.")
-    resolved = with_functions(configuration_of(config, settings, datasets, cut_points), loss, metrics)
+    resolved = with_functions(configuration_of(config, settings, datasets, cut_points), loss, metrics, optimizer)
     if world == "timing-only":
         _check_needs_no_losses(resolved)
     _check_allowed(resolved)
@@ -104,7 +126,8 @@ def run(
     ):
         typed = command if command is not None else "pipar.run"
         options = RunOptions(typed, tracking.observe, report, pictures, record, called)
-        result = _train(resolved, world, (model, datasets, validation, test, loss, metrics), options)
+        own = (model, datasets, validation, test, loss, metrics, optimizer, evaluation_datasets)
+        result = _train(resolved, world, own, options)
         tracking.end(result.content)
     called.raise_error()
     return result
@@ -146,14 +169,13 @@ def _check_allowed(config: Config) -> None:
 
 
 def _train(config: Config, world: World, own: tuple[Any, ...], options: RunOptions) -> Result:
-    """Train with a checked configuration; `own` are the user's model, datasets, held-out sets, loss and metrics."""
-    model, datasets, *_ = own
-    if world == "timing-only" and model is None and datasets is None:
+    """Train with a checked configuration; `own` are the user's objects, in the order of `UserObjects.of`."""
+    if world == "timing-only" and all(one is None for one in own):
         job = prepare_timing_only(config, rehearse, options.observe)
         if job is not None:
             return _run_timing_only(job, options)
     options.observe(Preparing(LOADING, 0.0))
-    from pipar.job.workload import UserObjects  # imports torch, which a timing-only run does without
+    from pipar.job.user_objects import UserObjects  # imports torch, which a timing-only run does without
 
     return _run_with_torch(config, UserObjects.of(config, *own), world, options)
 
@@ -221,23 +243,27 @@ def _with_cut_points(config: Config, cut_points: Sequence[str] | None) -> Config
     return config_from({**tree, "model": model})
 
 
-def with_functions(config: Config, loss: Any, metrics: Mapping[str, Any] | None) -> Config:
+def with_functions(
+    config: Config, loss: Any = None, metrics: Mapping[str, Any] | None = None, optimizer: Any = None
+) -> Config:
     """Return the configuration with the names of the functions that the user passed."""
-    if loss is None and not metrics:
+    if loss is None and not metrics and optimizer is None:
         return config
     from pipar.job.own_function import OWN, own_name
 
-    task = config.task.model_dump(exclude_unset=True)
+    task, steps = (one.model_dump(exclude_unset=True) for one in (config.task, config.optimizer))
     if loss is not None:
         task["loss"] = own_name(loss)
     task["metrics"] = [*config.task.metrics, *(f"{OWN}:{name}" for name in metrics or {})]
+    if optimizer is not None:
+        steps["factory"] = own_name(optimizer)
     tree = {name: getattr(config, name) for name in config.model_fields_set}
-    return config_from({**tree, "task": task})
+    return config_from({**tree, "task": task, "optimizer": steps})
 
 
 def _devices_for(datasets: Any) -> dict[str, Any]:
     """Return a [[devices]] section with one device for each dataset; nothing for a single dataset to partition."""
-    from pipar.job.workload import is_list_of_datasets  # imports torch
+    from pipar.data.own_sets import is_list_of_datasets  # imports torch
 
     if isinstance(datasets, Mapping):
         return {"devices": [{"name": name} for name in datasets]}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipar.events import Scores
 from pipar.execution.schedule import StepCount
 from pipar.execution.work import Place
 from pipar.profiling.profile import Profile
@@ -23,6 +24,7 @@ from pipar.wire.messages import (
     TargetSize,
     TensorPart,
 )
+from pipar.wire.orders import Orders
 
 if TYPE_CHECKING:  # it imports numpy
     from pipar.privacy.mechanisms import NoiseSource
@@ -93,6 +95,31 @@ class SizesOnlySamples:
 
     def with_noise(self, epoch: int, positions: Sequence[int], pieces: list[SizesOnlyPiece]) -> list[SizesOnlyPiece]:  # noqa: ARG002
         return pieces
+
+
+class SizesOnlyEvaluation:
+    """A device's evaluation samples, of which only the number is known; it has no scores."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batches(self, size: int) -> list[tuple[int, None]]:
+        return [(min(size, self._count - start), None) for start in range(0, self._count, size)]
+
+    def evaluator(self, part: SizesOnlyDevicePart, body: Body) -> SizesOnlyEvaluation:  # noqa: ARG002
+        return self
+
+    def __call__(self, batch: None, /) -> None:
+        pass
+
+    def scores(self) -> Scores:
+        return Scores()
+
+    def lack_of_memory(self, orders: Orders | None) -> str | None:  # noqa: ARG002
+        return None
 
 
 class SizesOnlyDevicePart:
@@ -311,6 +338,14 @@ class SizesOnlyLearner:
 
     def packed_state(self) -> Body:
         return Body(self.model_bytes(), encoding="safetensors")
+
+    def pack_to_evaluate(self, device: str, *, has_part: bool, frozen: bool) -> Body:
+        size = self.model_bytes(frozen=frozen) - (self.part_bytes(device, frozen=frozen) if has_part else 0)
+        return Body(size, encoding="safetensors")
+
+    @property
+    def higher_is_better(self) -> dict[str, bool]:
+        return {}
 
     def evaluator(self) -> Any:
         raise AssertionError("a sizes-only model has nothing to evaluate")

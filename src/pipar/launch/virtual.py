@@ -7,14 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pipar.device.interfaces import DevicePart, Equipment, MakeLanes, Samples
+from pipar.device.interfaces import DevicePart, Equipment, EvaluationSamples, MakeLanes, Samples
 from pipar.events import EpochResult, Observer
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import Span
 from pipar.job.job import Job, shared_costs
 from pipar.launch.assemble import ServerSetup, assemble_server, run_device
-from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyLearner, SizesOnlySamples
+from pipar.launch.sizes_only import SizesOnlyDevicePart, SizesOnlyEvaluation, SizesOnlyLearner, SizesOnlySamples
 from pipar.planner.background_search import PlanSearch, search_inline
 from pipar.planner.costs import Costs
 from pipar.planner.replanner import Replan
@@ -50,6 +50,7 @@ def train_virtually(
     model. No round begins after `should_stop` has returned True.
     """
     # Imports torch, which a timing-only run does without.
+    from pipar.job.device_evaluation import Memory
     from pipar.job.model_setup import deterministic, make_learner, part_builder
 
     learner = learner or make_learner(job, workload)
@@ -68,7 +69,12 @@ def train_virtually(
         best=best,
         should_stop=should_stop,
     )
-    training = _train(job, setup, workload.shard, partial(part_builder, workload))
+    memory = {spec.name: Memory(job.device_profiles[spec.name], spec.memory_bytes) for spec in job.specs}
+
+    def evaluation(device: str) -> EvaluationSamples | None:
+        return workload.evaluation_samples(device, memory[device])
+
+    training = _train(job, setup, workload.shard, partial(part_builder, workload), evaluation)
     run_virtually(training, within=deterministic(job.config.run.seed))
     return learner
 
@@ -111,7 +117,11 @@ def train_timing_only(
         profile, share = job.device_profiles[device], job.server_profile.changes_share
         return lambda orders: SizesOnlyDevicePart(profile, orders.plan.split_point, share, targets=job.target_size)
 
-    run_virtually(_train(job, setup, samples, part_builder))
+    def evaluation(device: str) -> EvaluationSamples | None:
+        count = job.evaluation_sizes.get(device)
+        return None if count is None else SizesOnlyEvaluation(count)
+
+    run_virtually(_train(job, setup, samples, part_builder, evaluation))
 
 
 async def _train(
@@ -119,8 +129,9 @@ async def _train(
     setup: ServerSetup,
     samples: Callable[[str], Samples],
     part_builder: Callable[[str], Callable[[Orders], DevicePart]],
+    evaluation: Callable[[str], EvaluationSamples | None],
 ) -> None:
-    """Run the server and all devices of a job to the end; `samples` and `part_builder` take a device's name."""
+    """Run the server and all devices of a job to the end; the functions take a device's name."""
     server, costs = assemble_server(job, setup), shared_costs()
     try:
         async with asyncio.TaskGroup() as group:
@@ -128,7 +139,8 @@ async def _train(
                 near, far = memory_pair()
                 group.create_task(server.admit(far))
                 lanes = _lanes(costs(job.device_profiles[spec.name], spec.speed))
-                equipment = Equipment(samples(spec.name), part_builder(spec.name), lanes, guard=job.guard())
+                parts = samples(spec.name), part_builder(spec.name)
+                equipment = Equipment(*parts, lanes, guard=job.guard(), evaluation=evaluation(spec.name))
                 device = run_device(
                     spec.name, spec.link, equipment, near, keep_spans=job.traced_devices, observe=setup.observe
                 )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipar import random_streams
-from pipar.nn.inputs import as_rows
+from pipar.tensors.inputs import as_rows
 
 #: Called with the share of an attack that is done.
 ShareDone = Callable[[float], None]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pipar.cutting.split import split_model
 from pipar.errors import DataError
 from pipar.leakage.attacks import Attack, Attacker, with_noise
 from pipar.leakage.table import MAX_DB, CutLeakage, RebuildQuality
-from pipar.nn.inputs import as_rows
-from pipar.nn.split import split_model
+from pipar.tensors.inputs import as_rows
 
 #: Called with what is being done, and the share of all work that is done.
 Progress = Callable[[str, float], None]

@@ -218,6 +218,7 @@ class Display:
         words += [f"loss {loss:.3f}"] if loss is not None else []
         words += [f"val acc {percent(last.val_accuracy)}"] if last and last.val_accuracy is not None else []
         words += [metrics_text(last.val_metrics)] if last and last.val_metrics else []
+        words += [f"on devices {metrics_text(last.device_metrics['mean'])}"] if last and last.device_metrics else []
         return Group(
             Text("  ".join(words), style="bold", no_wrap=True, overflow="ellipsis"),
             _bar_line("epoch", share, percent(share, 0), self._left(started), style="cyan"),

@@ -13,6 +13,7 @@ from pipar.events import (
     BudgetSpent,
     Connected,
     Connecting,
+    DevicesEvaluated,
     Drawn,
     Dropped,
     EndedByCallback,
@@ -146,13 +147,25 @@ class EventDescriber:
         words += [f"validation loss {result.val_loss:.3f}"] if result.val_loss is not None else []
         words += [f"accuracy {format_percent(result.val_accuracy)}%"] if result.val_accuracy is not None else []
         words += [f"{name} {value:.4g}" for name, value in result.val_metrics.items()]
+        words += [_on_devices(result.device_metrics)] if result.device_metrics.get("mean") else []
         words += [_count(devices, "device")] if devices is not None else []
         words += [f"{format_bytes(result.bytes_up)} up", f"{format_bytes(result.bytes_down)} down"]
         return ", ".join(words)
 
 
+def _on_devices(metrics: Mapping[str, Any]) -> str:
+    """Return the means over devices, with the worst deciles."""
+    worst = metrics["worst_decile"]
+    each = (f"{name} {value:.4g} (worst decile {worst[name]:.4g})" for name, value in metrics["mean"].items())
+    return f"on devices: {', '.join(each)}"
+
+
 def _about_devices(event: Event) -> str:
     match event:
+        case DevicesEvaluated():
+            count = _count(len(event.scores["devices"]), "device")
+            shown = f", {_on_devices(event.scores)}" if event.scores["mean"] else ""
+            return f"{count} evaluated the final model{shown}"
         case Waiting():
             return f"waiting for devices: {event.present} of {event.wanted} joined"
         case TimeoutsChosen():

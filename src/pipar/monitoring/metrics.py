@@ -105,6 +105,12 @@ class Metrics:
         self._metrics = Gauge(
             "pipar_validation_metric", "Metric of the last validated round", ["name"], registry=self.registry
         )
+        self._on_devices = Gauge(
+            "pipar_device_metric",
+            "Value on the devices' own samples, over all devices",
+            ["name", "of"],
+            registry=self.registry,
+        )
         self._progress = self._gauge("pipar_progress_timestamp_seconds", "Unix time of the last progress")
         self._replans = Counter("pipar_replans", "Times that new plans took effect", registry=self.registry)
         self._replan_failures = Counter(
@@ -181,6 +187,9 @@ class Metrics:
         self._set_known(self._accuracy, result.val_accuracy)
         for name, value in result.val_metrics.items():
             self._metrics.labels(name).set(value)
+        for of in ("mean", "worst_decile"):
+            for name, value in (result.device_metrics.get(of) or {}).items():
+                self._on_devices.labels(name, of).set(value)
 
     def _set_known(self, gauge: Gauge, value: float | None) -> None:
         if value is not None:

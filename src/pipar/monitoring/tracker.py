@@ -106,17 +106,27 @@ def _flattened(tree: Any, path: str = "") -> Iterator[tuple[str, Setting]]:
 
 def tested(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the scores of the finished model on the test set; those of older results may have fewer."""
-    return {name: result.get(name) for name in ("test_accuracy", "test_loss", "test_metrics")}
+    names = ("test_accuracy", "test_loss", "test_metrics")
+    own = result.get("device_metrics") or {}
+    on_devices = {"device_metrics": {key: own[key] for key in ("mean", "worst_decile")}} if own else {}
+    return {**{name: result.get(name) for name in names}, **on_devices}
+
+
+#: Parts of `device_metrics` that are no curves.
+_BY_DEVICE = frozenset({"devices", "missing", "higher_is_better"})
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of an epoch by their names in metrics.jsonl; nested ones as in "utilisation/uplink".
 
-    Unknown values are left out. A loss that diverged stays, because users want to see it.
+    Unknown values are left out. A loss that diverged stays, because users want to see it. Of the devices' own values
+    there are the mean and the worst decile: trackers are not made for a curve per device.
     """
     found: dict[str, float] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
+            if key in _BY_DEVICE:
+                continue
             found |= {f"{key}/{inner}": number for inner, number in scalars(value).items()}
         elif key != "epoch" and isinstance(value, int | float):
             found[key] = float(value)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from pipar.errors import ProtocolError
-from pipar.nn.crossing import Received
-from pipar.nn.inputs import mapped, rebuilt, tensors_of
-from pipar.nn.losses import Targets
-from pipar.nn.parts import Decoded, tensors_at
-from pipar.nn.tasks import Task
+from pipar.nn.micro_batches import Decoded, tensors_at
+from pipar.tasks.losses import Targets
+from pipar.tasks.task import Task
+from pipar.tensors.crossing import Received
+from pipar.tensors.inputs import mapped, rebuilt, tensors_of
 from pipar.units import format_bytes
 from pipar.wire.messages import Message, TensorPart, read_numbers
 

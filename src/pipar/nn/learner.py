@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,6 +12,10 @@ import torch
 from torch import nn
 
 from pipar import random_streams
+from pipar.aggregation.aggregators import Aggregator, DeviceModel, FedAvg
+from pipar.aggregation.update_check import UpdateCheck
+from pipar.cutting.frozen import changing_state, frozen_layers, frozen_names
+from pipar.cutting.split import join_states, part_of_state, split_model, whole_module
 from pipar.errors import (
     InputError,
     PiparError,
@@ -21,20 +26,17 @@ from pipar.errors import (
     is_lack_of_memory,
 )
 from pipar.monitored_metric import Monitor
-from pipar.nn.aggregators import Aggregator, DeviceModel, FedAvg
-from pipar.nn.evaluation import Evaluator, Load
-from pipar.nn.frozen import changing_state, frozen_layers, frozen_names
 from pipar.nn.kept_activations import KeptActivations
-from pipar.nn.metrics import NamedMetric
 from pipar.nn.optimizers import OptimizerSettings
-from pipar.nn.parts import TorchServerPart
 from pipar.nn.runtime import release_model_memory
+from pipar.nn.server_part import TorchServerPart
 from pipar.nn.shared_part import SharedServerPart
 from pipar.nn.snapshot import Snapshot
-from pipar.nn.split import join_states, part_of_state, split_model, whole_module
-from pipar.nn.tasks import Task
-from pipar.nn.tensors import changes_body, check_finite, check_range, read_state, state_body, weights_sha256
-from pipar.wire.messages import Body
+from pipar.tasks.evaluation import Evaluator, Load
+from pipar.tasks.metrics import NamedMetric
+from pipar.tasks.task import Task
+from pipar.tensors.bodies import changes_body, check_finite, check_range, read_state, state_body, weights_sha256
+from pipar.wire.messages import EMPTY, Body
 from pipar.wire.orders import TrainedPart
 
 #: A held-out set: for each batch its number of samples and a function that loads it.
@@ -82,8 +84,10 @@ class TorchLearner:
         self._keep_state = settings.keep_state
         self._replicas: dict[str, TorchServerPart] = {}
         self._packed: dict[tuple[int, bool, bool], Body] = {}
+        self._packed_to_evaluate: dict[tuple[int, bool], Body] = {}
         self._before: dict[str, torch.Tensor] | None = None  # the previous global model, if it is kept
         self._optimizer_state: dict[str, torch.Tensor] = {}  # of the shared replica, after the last aggregation
+        self._updates = None if settings.trusts_devices else UpdateCheck()
 
     def replica(self, device: str) -> TorchServerPart:
         """Return M^s_k; it is created from the global model on first use."""
@@ -172,6 +176,22 @@ class TorchLearner:
                 self._packed[key] = state_body(state)
         return self._packed[key]
 
+    def pack_to_evaluate(self, device: str, *, has_part: bool, frozen: bool) -> Body:
+        """Return what a device needs of the current global model to evaluate it: all, or the layers after the cut."""
+        key = (self._split_points[device] if has_part else 0, frozen)
+        if key not in self._packed_to_evaluate:
+            state = self.state() if frozen else changing_state(self.model)
+            own = split_model(self.model, key[0])[0].state_dict() if has_part else {}
+            rest = {name: tensor for name, tensor in state.items() if name not in own}
+            self._packed_to_evaluate[key] = state_body(rest) if rest else EMPTY
+        return self._packed_to_evaluate[key]
+
+    @property
+    def higher_is_better(self) -> dict[str, bool]:
+        """Which way each score is better, by its name."""
+        named = {metric.name: metric.higher_is_better for metric in self._settings.metrics}
+        return {"loss": False, "accuracy": True, **named}
+
     def decode(self, device: str, body: Body) -> dict[str, torch.Tensor]:
         """Return the tensors of the part that a device returned; raise UnusableModelError if it is no model."""
         part, _ = split_model(self.model, self._split_points[device])
@@ -188,30 +208,39 @@ class TorchLearner:
         self._before = None  # a device that still has that one receives the whole model
         before = self.state() if keep_before else None
         ordered = sorted(returned, key=lambda back: back.device)
-        self._packed.clear()  # parts of the previous model; packed again if still needed
+        self._forget_packed()  # parts of the previous model; packed again if still needed
         if self._shared:
             part, rest = split_model(self.model, self._split_points[ordered[0].device])
-            aggregated = self._aggregated(part, _ReturnedModels(ordered, self._device_state))
+            aggregated = self._aggregated(part, ordered, self._device_state)
             replica = self.replica(ordered[0].device)
             _check_result(replica.state(), "The shared server-side model")
             self._load(join_states(aggregated, changing_state(replica.module)))
             replica.set_proximal_target(rest.state_dict())  # nothing is installed into it
             self._optimizer_state = {place: one.clone() for place, one in replica.optimizer_state().items()}
         else:
-            self._load(self._aggregated(self.model, _ReturnedModels(ordered, self._whole)))
+            self._load(self._aggregated(self.model, ordered, self._whole))
             for back in ordered:
                 replica = self.replica(back.device)
                 state = part_of_state(self.model.state_dict(), replica.module, changing_state(replica.module))
                 replica.install(state, keep_state=self._keep_state)
+        if self._updates is not None:
+            self._updates.end()
         self._before = before
 
-    def _aggregated(self, module: nn.Module, returned_models: _ReturnedModels) -> dict[str, torch.Tensor]:
+    def _aggregated(
+        self,
+        module: nn.Module,
+        ordered: Sequence[TrainedPart],
+        read: Callable[[TrainedPart], dict[str, torch.Tensor]],
+    ) -> dict[str, torch.Tensor]:
         # A weight that two layers share has two names in a state.
         parameters = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
+        parameters -= frozen_names(module)
         before = changing_state(module)
+        returned_models = _ReturnedModels(ordered, read, self._updates, before, parameters)
         if not before:  # all is frozen, but what devices return is checked
             return dict(next(iter([model.state for model in returned_models])))
-        aggregated = self.aggregator.aggregate(before, returned_models, parameters - frozen_names(module))
+        aggregated = self.aggregator.aggregate(before, returned_models, parameters)
         _check_result(aggregated, "The aggregated model")
         return aggregated
 
@@ -246,7 +275,11 @@ class TorchLearner:
         for tensor, outline in zip(tensors, outlines, strict=True):
             tensor.data = torch.empty_like(outline, device=tensor.device)
         self.model.load_state_dict(state, strict=False)
+        self._forget_packed()
+
+    def _forget_packed(self) -> None:
         self._packed.clear()
+        self._packed_to_evaluate.clear()
 
     def evaluator(self) -> Evaluator:
         """Return what evaluates the current model; it keeps that model while training changes the global one."""
@@ -353,17 +386,30 @@ def _refuse_another_network(given: Mapping[str, torch.Tensor], own: Mapping[str,
 
 @dataclass(frozen=True)
 class _ReturnedModels:
-    """The returned models in device-name order; each is read only when it is reached."""
+    """The returned models in device-name order; each is read only when it is reached.
+
+    The last one is reached only if all are near enough to each other.
+    """
 
     ordered: Sequence[TrainedPart]
     read: Callable[[TrainedPart], dict[str, torch.Tensor]]
+    updates: UpdateCheck | None  # None: all devices are trusted
+    before: Mapping[str, torch.Tensor]
+    parameters: AbstractSet[str]
 
     def __len__(self) -> int:
         return len(self.ordered)
 
     def __iter__(self) -> Iterator[DeviceModel]:
+        if self.updates is not None:
+            self.updates.begin()
         for back in self.ordered:
-            yield DeviceModel(back.device, self._state(back), back.samples)
+            state = self._state(back)
+            if self.updates is not None:
+                self.updates.add(back.device, state, self.before, self.parameters)
+                if back is self.ordered[-1]:
+                    self.updates.check()
+            yield DeviceModel(back.device, state, back.samples)
 
     def _state(self, back: TrainedPart) -> dict[str, torch.Tensor]:
         """Return one model; an error in reading it excludes its device, and no other."""

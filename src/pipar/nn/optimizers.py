@@ -17,9 +17,9 @@ from torch import nn
 
 from pipar.errors import ConfigError, InputError, PiparError, ProtocolError
 from pipar.execution.schedule import StepCount
-from pipar.nn.tensors import check_range
 from pipar.settings.optimizers import OPTIMIZERS, OWN, REFUSED, state_copies
 from pipar.settings.schedules import Schedule
+from pipar.tensors.bodies import check_range
 from pipar.user_function import load_factory
 
 Parameters = Mapping[str, nn.Parameter]
@@ -111,7 +111,7 @@ class OptimizerSettings:
             raise ConfigError(f"{self._what} returned {type(made).__name__}, which {REFUSED[kind]}.")
         given = [id(weight) for group in made.param_groups for weight in group["params"]]
         if sorted(given) != sorted(map(id, named.values())):
-            raise ConfigError(f"{self._what} has to give its optimiser each parameter that it gets, once.")
+            raise ConfigError(f"{self._what} must give every parameter to its optimiser exactly once.")
         return made
 
     @property
@@ -136,8 +136,8 @@ class OptimizerSettings:
             alone = self._after_steps({name: weight})[name]
             if not torch.allclose(alone, together[name], rtol=_SAME, atol=_SAME):
                 raise ConfigError(
-                    f"{self._what} changes '{name}' in another way if it trains other parameters too: an optimiser "
-                    "that couples parameters cannot train a network whose layers are on two machines."
+                    f"{self._what} updates '{name}' differently when it also trains other parameters: an optimiser "
+                    "that couples parameters cannot train a network with layers on two machines."
                 )
 
     def _check_groups(self, names: Sequence[str]) -> None:

@@ -12,9 +12,10 @@ import torch
 from pipar.errors import ProtocolError, UnusableStepError
 from pipar.execution.schedule import StepCount
 from pipar.execution.work import Place
+from pipar.nn.micro_batches import Activation
 from pipar.nn.optimizers import FIRST_STEP
-from pipar.nn.parts import Activation, TorchServerPart
-from pipar.nn.tensors import LARGEST_NORM, check_range
+from pipar.nn.server_part import TorchServerPart
+from pipar.tensors.bodies import LARGEST_NORM, check_range
 from pipar.wire.messages import Body
 
 #: Weights below this mean size, such as those that start at 0, count as this large when a step is compared with them.

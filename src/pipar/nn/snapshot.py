@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pipar.errors import InputError, ProtocolError
-from pipar.nn.tensors import read_state, state_body
+from pipar.tensors.bodies import read_state, state_body
 from pipar.wire.messages import Body
 
 Tensors = Mapping[str, torch.Tensor]

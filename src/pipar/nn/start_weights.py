@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipar.errors import ModelError, ProtocolError
-from pipar.nn.tensors import read_state
+from pipar.tensors.bodies import read_state
 from pipar.wire.messages import Body
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from itertools import chain, repeat
 
 from pipar.errors import PlanError, TooLittleMemoryError
 from pipar.execution.work import Work
@@ -30,7 +32,9 @@ class Candidate:
 
 def candidates(fleet: Fleet, member: Member, only: Allow | None = None) -> list[Candidate]:
     """Return every allowed plan with the least time that it can take; `only` restricts the {P, N}."""
-    return [Candidate(plan, *_least_s(fleet, member, plan)) for plan in allowed_plans(fleet, member, only)]
+    times = cache(partial(_piece_times, fleet, member))  # many N give micro-batches of one size
+    least_s = partial(_least_s, fleet, member, times)
+    return [Candidate(plan, *least_s(plan)) for plan in allowed_plans(fleet, member, only)]
 
 
 def allowed_plans(fleet: Fleet, member: Member, only: Allow | None = None) -> list[Plan]:
@@ -140,41 +144,65 @@ def _in_memory(fleet: Fleet, member: Member, p: int, n: int) -> Iterator[Plan]:
         yield Plan(p, n, window)
 
 
-def _least_s(fleet: Fleet, member: Member, plan: Plan) -> tuple[float, float, float]:
+@dataclass(frozen=True, slots=True)
+class _PieceTimes:
+    """The seconds of one micro-batch."""
+
+    forward: float
+    backward: float
+    up: float = 0.0
+    served: float = 0.0
+    down: float = 0.0
+    coded_by_device: float = 0.0
+    coded_by_server: float = 0.0
+
+
+def _least_s(
+    fleet: Fleet, member: Member, times_of: Callable[[int, str, str, int], _PieceTimes], plan: Plan
+) -> tuple[float, float, float]:
     """Return the shortest iteration of a device alone, the time of its busiest lane, and the server's for it."""
-    profile, p = member.costs.profile, plan.split_point
-    pieces = fleet.pieces(fleet.batch_size, plan.micro_batches)
-    trains, steady, fresh = fleet.trains(p), fleet.is_steady(p), 1.0 - fleet.recalled_share(member, plan)
-    forward = {
-        m: fresh * member.costs.seconds(Work("fc", last_layer=p, samples=m, chunks=m if steady else 1))
-        for m in set(pieces)
-    }
-    backward = {m: member.costs.seconds(Work("bc", last_layer=p, samples=m)) if trains else 0.0 for m in set(pieces)}
-    step = member.costs.seconds(Work("step", last_layer=p)) if trains else 0.0
-    computed = math.fsum(forward[m] + backward[m] for m in pieces) + step
+    p, pieces = plan.split_point, fleet.pieces(fleet.batch_size, plan.micro_batches)
+    times = {m: times_of(p, plan.up, plan.down, m) for m in set(pieces)}
+    each = [(times[m], count) for m, count in Counter(pieces).items()]  # of one or two sizes
+    step = member.costs.seconds(Work("step", last_layer=p)) if fleet.trains(p) else 0.0
+    computed = _sum((one.forward + one.backward, count) for one, count in each) + step
     if p == fleet.layers:
         return computed, computed, 0.0
-    served = {m: _served_s(fleet, p, m) for m in set(pieces)}
-    coded = {m: _coded_s(fleet, member, plan, m) for m in set(pieces)}
-    sent, back = profile.output_bytes(p) * 8, fleet.server.profile.gradient_bytes(p) * 8
-    shares = (
-        fresh * profile.share(p, "up", plan.up),
-        fleet.server.profile.share(p, "down", plan.down) if trains else 0.0,
-    )
-    up = {m: _over(m * sent * shares[0], member.link.up_bps) for m in set(pieces)}
-    down = {m: _over(m * back * shares[1], member.link.down_bps) for m in set(pieces)}
-    total = math.fsum(served[m] + coded[m][1] for m in pieces)
-    lane = max(
-        computed,
-        total,
-        math.fsum(coded[m][0] for m in pieces),
-        math.fsum(up[m] for m in pieces),
-        math.fsum(down[m] for m in pieces),
-    )
+    total = _sum((one.served + one.coded_by_server, count) for one, count in each)
+    coded = _sum((one.coded_by_device, count) for one, count in each)
+    lanes = (_sum((one.up, count) for one, count in each), _sum((one.down, count) for one, count in each))
+    lane = max(computed, total, coded, *lanes)
     if plan.window:  # which forward waits for which backward depends on when gradients arrive: only lanes are certain
         return lane, lane, total
-    alone = _sweep(pieces, forward, up, served, down, backward, 2 * member.link.latency_s) + step
+    alone = _sweep([times[m] for m in pieces], 2 * member.link.latency_s) + step
     return alone, lane, total
+
+
+def _sum(seconds: Iterable[tuple[float, int]]) -> float:
+    """Return the sum of numbers that occur several times each."""
+    return math.fsum(chain.from_iterable(repeat(*each) for each in seconds))
+
+
+def _piece_times(fleet: Fleet, member: Member, split_point: int, up: str, down: str, samples: int) -> _PieceTimes:
+    """Return how long each stage of a micro-batch of this many samples takes, with these encodings."""
+    p, trains, steady = split_point, fleet.trains(split_point), fleet.is_steady(split_point)
+    fresh = 1.0 - fleet.recalled_share(member, Plan(p, 1, 0, up, down))
+    work = Work("fc", last_layer=p, samples=samples, chunks=samples if steady else 1)
+    forward = fresh * member.costs.seconds(work)
+    backward = member.costs.seconds(Work("bc", last_layer=p, samples=samples)) if trains else 0.0
+    if p == fleet.layers:
+        return _PieceTimes(forward, backward)
+    profile, server = member.costs.profile, fleet.server.profile
+    sent, back = profile.output_bytes(p) * 8, server.gradient_bytes(p) * 8
+    shares = (fresh * profile.share(p, "up", up), server.share(p, "down", down) if trains else 0.0)
+    return _PieceTimes(
+        forward,
+        backward,
+        _over(samples * sent * shares[0], member.link.up_bps),
+        _served_s(fleet, p, samples),
+        _over(samples * back * shares[1], member.link.down_bps),
+        *_coded_s(fleet, member, Plan(p, 1, 0, up, down), samples),
+    )
 
 
 def _served_s(fleet: Fleet, p: int, samples: int) -> float:
@@ -203,27 +231,19 @@ def _coded_s(fleet: Fleet, member: Member, plan: Plan, samples: int) -> tuple[fl
     )
 
 
-def _sweep(
-    pieces: list[int],
-    forward: dict[int, float],
-    up: dict[int, float],
-    served: dict[int, float],
-    down: dict[int, float],
-    backward: dict[int, float],
-    latency_s: float,
-) -> float:
+def _sweep(pieces: list[_PieceTimes], latency_s: float) -> float:
     """Return the end of the last backward: `paper_estimate.iteration_s` with each micro-batch's own times."""
     forwarded = uploaded = answered = downloaded = 0.0
     arrivals = []
-    for m in pieces:
-        forwarded += forward[m]
-        uploaded = max(uploaded, forwarded) + up[m]
-        answered = max(uploaded, answered) + served[m]
-        downloaded = max(downloaded, answered) + down[m]
+    for piece in pieces:  # without max(), whose calls would take longer than the rest
+        forwarded += piece.forward
+        uploaded = (uploaded if uploaded > forwarded else forwarded) + piece.up
+        answered = (answered if answered > uploaded else uploaded) + piece.served
+        downloaded = (downloaded if downloaded > answered else answered) + piece.down
         arrivals.append(downloaded + latency_s)
     end = forwarded
-    for m, arrived in zip(pieces, arrivals, strict=True):
-        end = max(end, arrived) + backward[m]
+    for piece, arrived in zip(pieces, arrivals, strict=True):
+        end = (end if end > arrived else arrived) + piece.backward
     return end
 
 

@@ -69,6 +69,7 @@ class Fleet:
         default_factory=dict
     )  # that each device has had in this training
     averaged: float = 1.0  # models to average for each device: more than one in a sample of a larger fleet
+    cores_each: float = 1.0  # cores that each one stands for: more than one in a sample of a larger fleet
     leaky_cuts: frozenset[int] = frozenset()  # split points that are not allowed because they reveal too much
     protects: bool = False  # devices clip their updates and add noise before they send them
     noised_bytes: int = 0  # of one sample, to which a device adds noise when it is loaded
@@ -212,7 +213,10 @@ class Fleet:
         # The work of all cores is in proportion; the average of all models is made by one core.
         averaged = self.averaged * self.cores / cores
         slower = self.server.slower(cores / share)
-        return replace(self, members=in_order, server=slower, cores=cores, averaged=averaged, per_round=None)
+        stands_for = self.cores_each * self.cores / cores
+        return replace(
+            self, members=in_order, server=slower, cores=cores, averaged=averaged, cores_each=stands_for, per_round=None
+        )
 
     def device_kinds(self) -> list[tuple[Member, ...]]:
         """Return the members by kind, each kind in name order, in the order of their first members.

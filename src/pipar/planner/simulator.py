@@ -348,7 +348,7 @@ class _Epoch:
         contention = device.batch.contention[device.served if then == _SERVED else -1]
         device.slower = 1.0
         if contention:
-            device.slower = 1.0 + contention * sum(free_at > begin for free_at in self._cores[1:])
+            device.slower = 1.0 + contention * self._others_at_work(begin, waited=begin > now)
             seconds *= device.slower
         heapreplace(self._cores, begin + seconds)
         self._server_s += seconds
@@ -357,6 +357,19 @@ class _Epoch:
             place = (1, device.stepped + 1, n, begin, begin + seconds)
             self.spans.append(Span(SERVER, CORE, kind, *place, device=device.member.name))
         self._schedule(begin + seconds, then, device)
+
+    def _others_at_work(self, begin: float, *, waited: bool) -> float:
+        """Return how many other cores work when a job begins.
+
+        In a sample of a fleet each core stands for several. Those that the job's own core stands for all work if the
+        job had to wait for it; otherwise as much of the time as the cores have worked so far. It stands for less than
+        one where every kind of device is in the sample, but a round has fewer devices.
+        """
+        others, each = sum(free_at > begin for free_at in self._cores[1:]), self._fleet.cores_each
+        if each == 1.0:
+            return others
+        at_work = 1.0 if waited or not begin else min(1.0, self._server_s / (begin * len(self._cores)))
+        return max(0.0, others * each + (each - 1.0) * at_work)
 
     def _served(self, device: SimulatedDevice, now: float) -> None:
         n = device.served
@@ -449,7 +462,7 @@ class _Epoch:
         device.returned_at = now
         if self._fleet.sends_changes(device.member, device.member.link.up_bps):
             begin, server = max(now, self._cores[0]), self._fleet.server
-            slower = 1.0 + server.contention(0) * sum(free_at > begin for free_at in self._cores[1:])
+            slower = 1.0 + server.contention(0) * self._others_at_work(begin, waited=begin > now)
             device.returned_at = begin + server.seconds(decoding(self._part_bytes(device.plan.split_point))) * slower
             heapreplace(self._cores, device.returned_at)
             if device.watched:

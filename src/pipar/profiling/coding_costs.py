@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pipar.nn.crossing import part_of
-from pipar.nn.inputs import Inputs, call, tensors_of, with_gradient
 from pipar.profiling.measurement_task import Batch
 from pipar.profiling.profile import CodingTimes
+from pipar.tensors.crossing import part_of
+from pipar.tensors.inputs import Inputs, call, tensors_of, with_gradient
 from pipar.wire import encodings
 from pipar.wire.bitpacking import not_zero
 from pipar.wire.changes import decode_changes, encode_changes

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipar.nn.inputs import Inputs, call, with_gradient
 from pipar.profiling.measurement_task import Batch, Progress
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.profiling.repeated_timing import Budget, rest
+from pipar.tensors.inputs import Inputs, call, with_gradient
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,12 @@ from queue import SimpleQueue
 import torch
 from torch import nn
 
+from pipar.cutting.split import named_layers, some_layers
 from pipar.errors import ConfigError
 from pipar.methods import Plan
-from pipar.nn.inputs import InputForm
-from pipar.nn.models import uses_batch_statistics
+from pipar.networks.models import uses_batch_statistics
 from pipar.nn.optimizers import OptimizerSettings, sgd
-from pipar.nn.rectified import rectified_cuts
 from pipar.nn.runtime import keep_freed_memory, one_thread, release_freed_memory, release_model_memory
-from pipar.nn.split import named_layers, some_layers
-from pipar.nn.tasks import Task
 from pipar.profiling import repeated_timing
 from pipar.profiling.cache import machine_fingerprint, usable_cores
 from pipar.profiling.coding_costs import changes_in_a_round, coding_times, run_through
@@ -36,6 +33,9 @@ from pipar.profiling.operation_counter import count_layers
 from pipar.profiling.overheads import measure_overheads
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile, batch_sizes
 from pipar.profiling.repeated_timing import Budget
+from pipar.tasks.task import Task
+from pipar.tensors.inputs import InputForm
+from pipar.tensors.rectified import rectified_cuts
 from pipar.units import format_bytes
 
 #: Other cores that compute while contention is measured: enough to fill caches and memory.

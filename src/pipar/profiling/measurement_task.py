@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipar.nn.inputs import InputForm, Inputs, in_dtype, mapped, tensors_of
-from pipar.nn.losses import Targets
 from pipar.nn.optimizers import OptimizerSettings
-from pipar.nn.tasks import Task, target_form
+from pipar.tasks.losses import Targets
+from pipar.tasks.task import Task, target_form
+from pipar.tensors.inputs import InputForm, Inputs, in_dtype, mapped, tensors_of
 
 #: Called with the share of the measurement that is done.
 Progress = Callable[[float], None]

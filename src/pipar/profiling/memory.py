@@ -51,6 +51,18 @@ def training_bytes(
     return BASE_BYTES + weights + sum(pieces[:in_flight]) * saved + pieces[0] * working
 
 
+def evaluation_bytes(profile: Profile, split_point: int, batch_size: int) -> int:
+    """Return the bytes that a device's process needs to evaluate the whole network between two rounds.
+
+    Its part of the network stays in memory with its optimiser. To that come the layers that the server has sent
+    and one batch: no sample keeps anything for a backward.
+    """
+    whole = profile.parameter_bytes(1, len(profile.layers))
+    trained = math.ceil((1 + profile.state_copies) * profile.changing_bytes(1, split_point))
+    working = max(layer.working_bytes + layer.output_bytes for layer in profile.layers)
+    return BASE_BYTES + whole + trained + batch_size * working
+
+
 def fitting_window(
     profile: Profile,
     split_point: int,

@@ -21,12 +21,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipar.nn.cut_check import dtype_of
-from pipar.nn.inputs import InputForm, Inputs, call, tensors_of, with_gradient
-from pipar.nn.line import Line
-from pipar.nn.split import named_layers
-from pipar.nn.tasks import Task, classification
+from pipar.cutting.cut_check import dtype_of
+from pipar.cutting.line import Line
+from pipar.cutting.split import named_layers
 from pipar.profiling.operation_counts import CountedTensor, Counts, LayerCount, PassCount
+from pipar.tasks.task import Task, classification
+from pipar.tensors.inputs import InputForm, Inputs, call, tensors_of, with_gradient
 
 #: Two batches show what grows with the samples and what does not. Large ones are exact about the peak of memory: with
 #: few samples, the peak is sometimes where a large gradient of weights is allocated; with many, it never is.

@@ -14,20 +14,20 @@ import torch
 from torch import nn
 
 from pipar import random_streams
+from pipar.cutting.split import named_layers, some_layers, split_model
 from pipar.errors import PlanError
-from pipar.nn.inputs import call, with_gradient
+from pipar.nn.device_part import TorchDevicePart
 from pipar.nn.learner import LearnerSettings, TorchLearner
-from pipar.nn.losses import Targets
 from pipar.nn.optimizers import sgd
-from pipar.nn.parts import TorchDevicePart
-from pipar.nn.split import named_layers, some_layers, split_model
-from pipar.nn.tasks import Task
-from pipar.nn.tensors import read_tensor, state_body, tensor_body
 from pipar.privacy.mechanisms import clip_and_noise
 from pipar.profiling.coding_costs import line
 from pipar.profiling.layer_times import training_pass
 from pipar.profiling.measurement_task import Batch, Measurement, free_bytes, state_bytes
 from pipar.profiling.repeated_timing import Ready, median_s, rest
+from pipar.tasks.losses import Targets
+from pipar.tasks.task import Task
+from pipar.tensors.bodies import read_tensor, state_body, tensor_body
+from pipar.tensors.inputs import call, with_gradient
 from pipar.wire.messages import Body, Kind, Message
 from pipar.wire.orders import TrainedPart
 

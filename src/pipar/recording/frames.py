@@ -1,6 +1,6 @@
 """The file of a flight: a sequence of zstd frames, each of which holds one line of JSON.
 
-`zstd -dc FILE` prints the lines. A frame has a checksum, so a file that a crash has cut off is read up to there.
+`zstd -dc FILE` prints the lines. A frame has a checksum, so a file that a crash cut off is read up to that point.
 """
 
 from __future__ import annotations

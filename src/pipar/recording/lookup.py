@@ -27,8 +27,8 @@ class ReplayClock:
     """Compares the clock of a replay with that of the recorded server, again at the start of every round.
 
     With `follows_devices`, it also does so for each device whose link changes, at each of its passes. A device
-    that is a little ahead of or after its recorded time would otherwise send less or more before its link changes, and
-    what is left may take ten times as long.
+    that is a little ahead of its recorded time, or late, would otherwise send more or less before its link changes,
+    and the rest may take ten times as long.
     """
 
     def __init__(self, flight: Flight, begins: Callable[[int], None], *, follows_devices: bool) -> None:
@@ -116,8 +116,8 @@ class ReplayedRates:
 class RecordedTimes:
     """Seconds of work in a replay of a job, which may have other plans than the recorded training.
 
-    Work that was recorded takes as long as then. Other work takes what the cost model says, times how much longer the
-    machine took for work of that kind than the cost model says.
+    Recorded work takes as long as it did. Other work takes the time that the cost model predicts, multiplied by the
+    ratio of recorded to predicted time for work of that kind on that machine.
     """
 
     def __init__(self, flight: Flight, job: Job, plan_of: Callable[[str, int], Plan]) -> None:

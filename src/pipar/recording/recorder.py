@@ -41,7 +41,7 @@ from pipar.events import (
     Stopping,
     Waiting,
 )
-from pipar.execution.spans import COMPUTE, IO, SERVER, Span
+from pipar.execution.spans import COMPUTE, EVALUATION, IO, SERVER, Span
 from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.profiling.cache import machine_fingerprint
@@ -114,7 +114,9 @@ class FlightRecorder:
             failure = self._writer.failure
             if failure is not None and self._reported is None:
                 reason = cannot_write(str(self._path), failure)
-                observe(SaveFailed(len(self._folder.round_log), f"{reason} The recording is tried again."))
+                observe(
+                    SaveFailed(len(self._folder.round_log), f"{reason} The recorder tries again with its next record.")
+                )
             self._reported = failure
 
         return watch
@@ -218,7 +220,7 @@ def _header(job: Job, world: str) -> dict[str, Any]:
 
 
 def public_config(config: Config) -> Config:
-    """Return a configuration without paths, addresses and names of other devices than those that train."""
+    """Return a configuration without paths, addresses, and names of devices that do not train."""
     groups = tuple(
         group.model_copy(update={"profile": group.profile if group.profile in MACHINES else None})
         for group in config.devices
@@ -309,6 +311,7 @@ def link_models(link: Link, since: float) -> tuple[LinkModel, LinkModel]:
 def _round_record(
     known: _KnownRound, computed_until: Mapping[str, float], result: EpochResult, spans: list[Span]
 ) -> dict[str, Any]:
+    spans = [span for span in spans if span.lane != EVALUATION]  # between rounds, which a replay leaves out
     names = {span.owner for span in spans} | {span.device for span in spans if span.device}
     models = known.models(names - {SERVER}, computed_until, result)
     times = stage_times(spans, models, known.released, shares_model=known.job.method.shares_server_model)

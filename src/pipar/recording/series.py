@@ -42,7 +42,7 @@ class Series:
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Series:
-        """Return the series of some times, of which there is at least one; a longer one counts as 1e9 seconds."""
+        """Return the series of one or more times; a time above 1e9 seconds is taken as that."""
         longest = max(times)
         if longest > _LONGEST_S:
             times, longest = [min(seconds, _LONGEST_S) for seconds in times], _LONGEST_S

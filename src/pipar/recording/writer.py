@@ -33,8 +33,8 @@ Make = Callable[[], dict[str, Any] | None]
 class RecordWriter:
     """A thread that makes records and appends them to the file.
 
-    What cannot be written is tried again with the next record. If it `can_wait`, as in virtual time, the training waits
-    for the thread when it is too fast for it; otherwise records are left out.
+    A record that cannot be written is written with the next one. If the thread is too slow for the training, the
+    training waits if it `can_wait`, as in virtual time; otherwise records are left out.
     """
 
     def __init__(self, path: Path, *, can_wait: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipar.report.record import RunRecord, configured, shown_epoch
 from pipar.report.timeline import MOST_SPANS, EpochTrace, epoch_timeline, iteration_timeline
 from pipar.settings.config import Config, DeviceSection, DeviceSpec, device_specs
 from pipar.settings.wording import equivalence_text, link_text, plans_text, privacy_text, setting_text
+from pipar.storage.device_table import device_rows, value_names
 from pipar.storage.run_json import plan_from_json
 
 #: Devices whose lanes are drawn: in the report of one run, and per run in a comparison.
@@ -133,6 +135,7 @@ def _run(name: str, record: RunRecord, traced: EpochTrace | None) -> dict[str, A
         "metrics": result.get("test_metrics") or (epochs[-1].get("val_metrics") if epochs else None) or {},
         "is_tested": bool(result.get("test_metrics")),
         "train_loss": _last(epochs, "train_loss"),
+        "evaluation": _evaluation(result, epochs),
         "devices": _devices(record, config, traced, _seconds_of(record, traced)),
         "outlook": dict(record.outlook) if record.outlook else None,
     }
@@ -156,8 +159,30 @@ def _shown_epochs(record: RunRecord, runs: int) -> dict[str, Any]:
 def _epoch(epoch: Mapping[str, Any]) -> dict[str, Any]:
     used = epoch.get("utilisation") or {}
     metrics = {f"metric {name}": value for name, value in (epoch.get("val_metrics") or {}).items()}
+    own = epoch.get("device_metrics") or {}
+    for key in ("mean", "worst_decile"):
+        metrics |= {f"{key} {name}": value for name, value in (own.get(key) or {}).items()}
     known = {**{key: epoch.get(key) for key in _EPOCH_KEYS}, **metrics}
     return {**known, "utilisation": {lane: used.get(lane) for lane in LANES}}
+
+
+def _evaluation(result: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the last model on the devices' own samples; None if no device evaluates models."""
+    known = [epoch["device_metrics"] for epoch in epochs if epoch.get("device_metrics")]
+    metrics = result.get("device_metrics") or (known[-1] if known else None)
+    if not metrics:
+        return None
+    rows, left_out = device_rows(metrics, _MOST_DEVICES)
+    return {
+        "epoch": metrics.get("epoch"),
+        "names": value_names(metrics),
+        "mean": dict(metrics.get("mean") or {}),
+        "worst_decile": dict(metrics.get("worst_decile") or {}),
+        "rows": [asdict(row) for row in rows],
+        "left_out": left_out,
+        "seconds": metrics.get("seconds"),
+        "bytes_down": metrics.get("bytes_down"),
+    }
 
 
 def _averages(epochs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

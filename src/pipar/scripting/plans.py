@@ -35,6 +35,7 @@ def plan(
     cut_points: Sequence[str] | None = None,
     datasets: Any = None,
     loss: Callable[[Any, Any], Any] | None = None,
+    optimizer: Callable[[list[tuple[str, Any]]], Any] | None = None,
     settings: Sequence[str] = (),
     exhaustive: bool = False,
     progress: bool | None = None,
@@ -51,9 +52,9 @@ def plan(
     from pipar.job.explain import explain
     from pipar.launch.rehearsal import rehearse
 
-    resolved = with_functions(configuration_of(config, settings, datasets, cut_points), loss, None)
+    resolved = with_functions(configuration_of(config, settings, datasets, cut_points), loss, optimizer=optimizer)
     with shown_as("plan", resolved, progress, model=model, datasets=datasets) as observe:
-        job = _job(resolved, (model, datasets, None, None, loss), observe)
+        job = _job(resolved, (model, datasets, None, None, loss, None, optimizer), observe)
         return ChosenPlans(explain(job, rehearse, exhaustive=exhaustive, observe=observe))
 
 
@@ -64,7 +65,8 @@ def _job(config: Config, own: tuple[Any, ...], observe: Observer) -> Job:
     if all(one is None for one in own):
         return job_to_plan(config, observe)
     observe(Preparing(LOADING, 0.0))
-    from pipar.job.workload import UserObjects, Workload  # imports torch
+    from pipar.job.user_objects import UserObjects  # imports torch
+    from pipar.job.workload import Workload  # imports torch
 
     return unplanned_job(Workload(config, UserObjects.of(config, *own)), observe)
 

@@ -30,7 +30,7 @@ class AllowList:
         try:
             lines = content.decode("utf-8").splitlines()
         except UnicodeDecodeError:
-            raise InputError(f"{self._file} is not text: server.allow needs one name of a device a line.") from None
+            raise InputError(f"{self._file} is not text: server.allow needs one device name per line.") from None
         return frozenset(name for line in lines if (name := line.strip()) and not name.startswith("#"))
 
     def take_change(self) -> str | None:

@@ -27,6 +27,7 @@ _MOST_RELEASES = 1_000_000_000
 _LARGEST_SPENT = 1e300
 _LARGEST_LOSS = 1e18
 _LARGEST_ERROR = 1e100
+_MOST_VALUES = 1000
 
 
 def added_errors(errors: Iterable[SquaredError]) -> SquaredError:
@@ -43,6 +44,8 @@ class Introduction:
     samples: int
     profile: Profile | None = None
     spent: BudgetUse = field(default_factory=BudgetUse)  # on all updates that it has sent, also to other servers
+    evaluation_samples: int = 0  # that it evaluates models on, and does not train on
+    no_evaluation: str = ""  # why it cannot, although it has some
 
 
 def read_hello(message: Message, network: Profile | None, peer: str | None) -> Introduction:
@@ -57,7 +60,11 @@ def read_hello(message: Message, network: Profile | None, peer: str | None) -> I
         raise ProtocolError(f"The credential is that of '{peer}', but the device calls itself '{name}'.")
     if not is_whole(samples, 1, _MOST_SAMPLES):
         raise ProtocolError(f"'{name}' reports {_shown(samples)} samples; 1 to {_MOST_SAMPLES} are allowed.")
-    return Introduction(name, samples, read_profile(content.get("profile"), network), _read_spent(name, content))
+    kept = content.get("evaluation", 0)
+    if not is_whole(kept, 0, _MOST_SAMPLES):
+        raise ProtocolError(f"'{name}' reports {_shown(kept)} evaluation samples; 0 to {_MOST_SAMPLES} are allowed.")
+    profile, spent = read_profile(content.get("profile"), network), _read_spent(name, content)
+    return Introduction(name, samples, profile, spent, kept, peer_text(content.get("no_evaluation", "")))
 
 
 def _read_spent(name: str, content: Mapping[str, Any]) -> BudgetUse:
@@ -90,6 +97,34 @@ def expect(message: Message, kind: Kind, epoch: int) -> None:
     """Raise if a message has another kind or another epoch."""
     if message.kind is not kind or message.epoch != epoch:
         raise ProtocolError(f"{message} arrived instead of {kind.name} of epoch {epoch}.")
+
+
+@dataclass(frozen=True)
+class EvaluationAnswer:
+    """The content of SCORES: values on a device's own samples, or why it has none."""
+
+    samples: int = 0
+    values: Mapping[str, float] = field(default_factory=dict)
+    refusal: str = ""
+
+
+def read_scores(message: Message, samples: int) -> EvaluationAnswer:
+    """Return the content of SCORES of a device with this number of evaluation samples, or raise ProtocolError."""
+    content = read_json(message)
+    if "refusal" in content:
+        return EvaluationAnswer(refusal=peer_text(content["refusal"]) or "it refuses")
+    values = content.get("values")
+    if content.get("samples") != samples or not isinstance(values, dict) or len(values) > _MOST_VALUES:
+        raise ProtocolError(f"{message} carries no values on the device's {samples} evaluation samples.")
+    for name, value in values.items():
+        if type(value) is not float:
+            raise ProtocolError(f"{message} carries {_shown(value)} as {_shown(name)}; it has to be a number.")
+    return EvaluationAnswer(samples, {name: _summable(value) for name, value in values.items()})
+
+
+def _summable(value: float) -> float:
+    """Return a number of which sums stay finite, or infinity: a model that has diverged has losses without limit."""
+    return value if math.isnan(value) or abs(value) <= _LARGEST_SPENT else math.copysign(math.inf, value)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipar.events import EpochResult, Scores
-from pipar.execution.spans import COMPUTE, DOWNLINK, IO, UPLINK, EpochTrace, Recorder, Span
+from pipar.execution.spans import COMPUTE, DOWNLINK, EVALUATION, IO, UPLINK, EpochTrace, Recorder, Span
 from pipar.job.job import Bounds
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
@@ -278,13 +278,14 @@ class ResultCollector:
             val_loss=epoch.scores.loss,
             val_accuracy=epoch.scores.accuracy,
             val_metrics=epoch.scores.metrics,
+            device_metrics={} if epoch.scores.devices is None else epoch.scores.devices.to_dict(),
             bytes_up=sum(epoch.bytes_up.values()),
             bytes_down=sum(epoch.bytes_down.values()),
             server_idle_s=max(0.0, seconds - busy["server"]),
             device_idle_s=max(0.0, seconds - busy["device"]),
             bound_s=bound,
             efficiency=bound / seconds if seconds else 0.0,
-            validation_s=sum(lane.busy_s for lane in epoch.validation.totals.values()),
+            validation_s=sum(t.busy_s for lane, t in epoch.validation.totals.items() if lane != EVALUATION),
             utilisation={lane: min(1.0, used / seconds) if seconds else 0.0 for lane, used in busy.items()},
             devices=len(summary.counted),
             error_up=summary.errors[0],

@@ -82,6 +82,9 @@ class Learner(Protocol):
     def move_cuts(self, split_points: Mapping[str, int]) -> Mapping[str, Body]: ...
     def evaluator(self) -> Evaluator: ...
     def packed_state(self) -> Body: ...  # the global model, as a safetensors file
+    def pack_to_evaluate(self, device: str, *, has_part: bool, frozen: bool) -> Body: ...  # what the device lacks of it
+    @property
+    def higher_is_better(self) -> Mapping[str, bool]: ...  # by the names of scores
 
 
 class Checkpointer(Protocol):
@@ -170,6 +173,7 @@ class ServerLanes:
     pool: Lanes  # serves devices, first come first served
     background: Lanes  # validates, at the lowest priority
     recorder: Recorder
+    evaluation: Lanes | None = None  # packs models that devices evaluate; None: the pool does
 
 
 @dataclass(frozen=True)

@@ -313,6 +313,9 @@ class Membership:
             self._accountant.note(session.device)
         if message.kind is Kind.TRACE:
             self._take_trace(session, message)
+        elif message.kind is Kind.SCORES:
+            if not session.evaluation.take(message):  # the server no longer waits for it
+                session.channel.count_useless(message)
         elif message.kind is Kind.HELLO:
             raise ProtocolError(f"{message} arrived in the middle of a session.")
         elif session.is_wanted(message):

@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from pipar.errors import PiparError, ProtocolError, TryAgainError
-from pipar.events import BudgetSpent, EndedByCallback, RoundOver
+from pipar.events import BudgetSpent, DevicesEvaluated, EndedByCallback, RoundOver
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
 from pipar.server.allowances import Limits
+from pipar.server.device_evaluation import DeviceEvaluation
 from pipar.server.epoch_results import RoundSummary
 from pipar.server.interfaces import Enrolment, Learner, ServerLanes, Services, SessionSettings, Training
 from pipar.server.membership import Membership
@@ -43,6 +44,7 @@ class Server:
         sessions: SessionSettings,
     ) -> None:
         self.done = 0  # the last round that is complete
+        self._last_round_s = 0.0
         self._watching: asyncio.Task[None] | None = None
         self._training = training
         self._draws = training.draw.is_partial
@@ -64,6 +66,7 @@ class Server:
         )
         self._participants = Participants(training, learner, enrolment, membership, plans, pool, services.observe)
         self._validation = Validation(learner, training.validation, lanes.background, services)
+        self._evaluation = DeviceEvaluation(learner, lanes.evaluation or pool, plans, training.round_deadline_s)
         self._exchange = ModelExchange(learner, pool, plans, self._validation)
         self._replicas = SharedReplica(learner, pool, method) if method.shares_server_model else Replicas(learner, pool)
         self._progress = progress = ProgressReporter(membership, lanes.recorder, services.observe)
@@ -97,6 +100,9 @@ class Server:
             group = await self._draw(epoch, wanted) if self._draws else [one for one in group if not one.is_over]
             if group and await self._train_round(epoch + 1, group, began_at if self._draws else None):
                 epoch += 1  # otherwise all devices were lost, and the same round starts over
+                await self._evaluation.finish()
+        if self._draws and epoch:
+            await self._evaluate_everywhere(epoch)
         if self._checkpointer is not None:
             # Before the devices leave: if it were lost, none would be there to train the last rounds again.
             await self._checkpointer.save_end(epoch)
@@ -117,9 +123,11 @@ class Server:
         self._participants.release_absent()
         if this.epoch < self._training.epochs:
             await self._plans.adopt(this.epoch)
-        reporting = await self._send_models(this)  # lines 21 to 23
-        self._record(this, reporting)
-        self._validation.start(this.epoch)  # during the next round, at the lowest priority
+        present = await self._send_models(this)  # lines 21 to 23
+        seconds = this.seconds
+        on_devices = await self._evaluation.start(this.epoch, self._evaluating(this, present), seconds)
+        self._record(this, self._request_traces(this, present), seconds)
+        self._validation.start(this.epoch, on_devices)  # during the next round, at the lowest priority
         self._results.check()
         if self._checkpointer is not None:
             await self._checkpointer.save_if_due(this.epoch, last=False)
@@ -151,26 +159,39 @@ class Server:
         return group[:1] if self._training.method.one_device_at_a_time else group
 
     async def _send_models(self, this: Round) -> list[Session]:
-        """Send the devices their parts of the new model; return the devices of the round, whose traces will follow."""
+        """Send the devices their parts of the new model; return those that are here."""
         present = self._membership.welcomed()
         if not self._draws:  # otherwise it is not known yet which devices need it
             await self._exchange.distribute(self._first_of(present), this.epoch)
+        return present
+
+    def _evaluating(self, this: Round, present: Sequence[Session]) -> list[Session]:
+        """Return the devices that evaluate the new model: all that are here; if they are drawn, those of the round."""
+        return [session for session in present if not self._draws or session.device in this.samples]
+
+    async def _evaluate_everywhere(self, epoch: int) -> None:
+        """Let also the devices that were not drawn for the last round evaluate the final model."""
+        scores = await self._evaluation.start(epoch, self._membership.welcomed(), self._last_round_s)
+        if scores is not None:
+            self._observe(DevicesEvaluated(epoch, (await scores).to_dict()))
+
+    def _request_traces(self, this: Round, present: Sequence[Session]) -> list[Session]:
+        """Return the devices of the round, whose traces will follow."""
         reporting = [session for session in present if session.device in this.samples and not session.is_over]
         for session in reporting:
             session.request_trace(this.epoch)  # it travels while the first batch of the next epoch is computed
         return reporting
 
-    def _record(self, this: Round, reporting: Sequence[Session]) -> None:
+    def _record(self, this: Round, reporting: Sequence[Session], seconds: float) -> None:
         counted, epsilon = this.samples, self._accountant.largest_epsilon()
         self._results.add_round(
             this.epoch,
-            RoundSummary(
-                counted, this.train_loss, this.seconds, this.errors, epsilon, this.passes, is_drawn=self._draws
-            ),
+            RoundSummary(counted, this.train_loss, seconds, this.errors, epsilon, this.passes, is_drawn=self._draws),
             reporting=[session.device for session in reporting],
         )
         self.done = this.epoch
-        self._membership.patience.round_is_over(this.seconds)
+        self._last_round_s = seconds
+        self._membership.patience.round_is_over(seconds)
         partly = self._replicas.partly_trained(counted)
         self._observe(RoundOver(this.epoch, counted, partly, self._accountant.epsilons()))
 
@@ -270,3 +291,5 @@ class Server:
         self._membership.close()
         self._lanes.pool.close()
         self._lanes.background.close()
+        if self._lanes.evaluation is not None:
+            self._lanes.evaluation.close()

@@ -13,7 +13,8 @@ from pipar.errors import LinkError, NoBudgetLeftError, ProtocolError, VersionErr
 from pipar.execution.spans import EpochTrace, Recorder
 from pipar.methods import Plan
 from pipar.planner.replanner import MeasuredLink
-from pipar.server.device_messages import EndOfEpoch, Introduction
+from pipar.server.device_messages import EndOfEpoch, EvaluationAnswer, Introduction
+from pipar.server.expected_scores import ExpectedScores
 from pipar.transport.channel import Channel
 from pipar.transport.rate_estimate import estimate_traffic
 from pipar.transport.shaping import Traffic
@@ -121,6 +122,7 @@ class Session:
         self._hello_at = asyncio.get_running_loop().time()
         self._welcome_at: float | None = None
         self._traces: deque[int] = deque()  # epochs whose traces are requested
+        self.evaluation = ExpectedScores(introduction)
         self.measured: MeasuredLink | None = None  # in its last round
         self._uplink = Traffic()  # of a real link, as last measured
         self._computing: asyncio.Future[Any] | None = None  # on a model that it shares with others
@@ -210,6 +212,7 @@ class Session:
         self.phase = Phase.OVER
         reason = self.verdict or reason
         self.fail(reason)
+        self.evaluation.fail(reason)
         self.channel.fail(reason if isinstance(reason, LinkError) else LinkError(str(reason)))
         return reason
 
@@ -307,6 +310,11 @@ class Session:
         """Send the device its part of the global model of an epoch."""
         self.channel.post(message)
         self.has_model_of, self.installed = message.epoch, (message.epoch, split_point)
+
+    def evaluate(self, message: Message) -> asyncio.Future[EvaluationAnswer]:
+        """Send the device a model to evaluate; return its answer to come."""
+        self.channel.post(message)
+        return self.evaluation.expect(message.epoch)
 
     def forget_model_of_another_part(self, split_point: int) -> None:
         """A device that builds another part has nothing of the model: the next one is sent to it whole."""

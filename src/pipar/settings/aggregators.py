@@ -1,6 +1,6 @@
 """The aggregators that a configuration may name: their parameters with defaults and ranges, and what each needs.
 
-What they compute is in `nn/aggregators.py`; this needs no torch.
+What they compute is in `aggregation/aggregators.py`; this needs no torch.
 """
 
 from __future__ import annotations

@@ -75,6 +75,7 @@ class DataSection(Section):
     samples_per_device: Annotated[int | list[int] | None, BeforeValidator(values.sizes)] = None
     validation: NotNegative | None = None
     test: NotNegative | None = None
+    evaluate_on_devices: Annotated[float, BeforeValidator(values.held_out_share)] = 0.0  # of each device's samples
     augment: bool = False
     shape: Annotated[tuple[int, ...], BeforeValidator(values.shape)] | None = (
         None  # of synthetic images or a factory's samples
@@ -166,7 +167,7 @@ class PrivacySection(Section):
     def _measured_leakage(self) -> PrivacySection:
         if self.max_leakage is not None and self.leakage is None:
             raise ValueError(
-                f"privacy.max_leakage = {self.max_leakage:g} needs privacy.leakage, the file with what each cut leaks: "
+                f"privacy.max_leakage = {self.max_leakage:g} needs privacy.leakage, a file of measurements: "
                 "`pipar leakage` writes it"
             )
         return self
@@ -220,6 +221,12 @@ class Config(Section):
     @model_validator(mode="after")
     def _privacy_fits(self) -> Config:
         check_private_updates(self)
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_fits(self) -> Config:
+        if self.data.evaluate_on_devices:
+            check_private_evaluation(self.privacy)
         return self
 
     @model_validator(mode="after")
@@ -279,7 +286,7 @@ class Config(Section):
 
 
 def hints(config: Config) -> list[str]:
-    """Return a sentence about each key that has another name now."""
+    """Return a sentence about each given key that has been renamed."""
     if "momentum_at_aggregation" not in config.optimizer.model_fields_set:
         return []
     return [
@@ -296,7 +303,7 @@ def draws_devices(given: int | float | Literal["all"]) -> bool:
 def drawn_devices(given: int | float | Literal["all"], present: int, least: int = 1) -> int:
     """Return how many of the present devices take part in a round: all, a number, or a share rounded to the nearest.
 
-    There are `least` at the least, if as many are present.
+    It is at least `least`, if that many are present.
     """
     if given == "all":
         return present
@@ -325,7 +332,7 @@ def check_clipping(config: Config) -> None:
     if config.optimizer.clips_across and METHODS[config.run.method].shares_server_model:
         raise ValueError(
             f"optimizer.clip_norm with optimizer.clip = 'global' needs a server-side model for each device, but in "
-            f"'{config.run.method}' all share one, which would stand still while a device measures its gradient: write "
+            f"'{config.run.method}' all devices share one, which would have to wait for each device's gradient: write "
             "clip = 'side', or use fl, sfl or pipar"
         )
 
@@ -363,6 +370,16 @@ def check_private_updates(config: Config) -> None:
             "(privacy.noise_multiplier, privacy.target_epsilon): optimiser state of layers that change sides would be "
             "sent without noise. Write 'reset'"
         )
+
+
+def check_private_evaluation(privacy: PrivacySection) -> None:
+    """Raise ValueError if samples are protected by noise: the values of a device's evaluation have none."""
+    for key in ("noise_multiplier", "target_epsilon", "pixel_epsilon", "label_epsilon"):
+        if getattr(privacy, key) is not None:
+            raise ValueError(
+                f"Evaluation on devices (data.evaluate_on_devices) sends values without noise, which privacy.{key} "
+                "does not cover: unset one of them"
+            )
 
 
 @dataclass(frozen=True)

@@ -62,12 +62,17 @@ def config_from(tree: Mapping[str, Any]) -> Config:
 
 def dump_config(config: Config) -> str:
     """Return TOML that `load_config` reads back as the same configuration."""
+    return tomli_w.dumps(config_tree(config))
+
+
+def config_tree(config: Config) -> dict[str, Any]:
+    """Return the configuration as nested dictionaries that `config_from` takes, with every default."""
     tree = config.model_dump(exclude_none=True)
     for group, dumped in zip(config.devices, tree["devices"], strict=True):
         dumped["link"] = link_tree(group.link)
     if config.optimizer.factory is not None:  # which takes the place of a name
         del tree["optimizer"]["name"]
-    return tomli_w.dumps(tree)
+    return tree
 
 
 def _apply(tree: dict[str, Any], setting: str) -> None:

@@ -1,4 +1,4 @@
-"""The metrics by name: what they need of a task, and which way is better."""
+"""The named metrics: which tasks each fits, and whether higher is better."""
 
 from __future__ import annotations
 

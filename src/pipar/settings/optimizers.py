@@ -135,7 +135,7 @@ def check_arguments(name: str, given: Mapping[str, Any]) -> None:
     for key, value in given.items():
         if key not in known:
             raise ValueError(
-                f"optimizer.{key} = {value!r} is no argument of {name}{did_you_mean(key, list(known))}: its own are "
+                f"optimizer.{key} = {value!r} is not an argument of {name}{did_you_mean(key, list(known))}: it has "
                 f"learning_rate, {', '.join(known)}"
             )
         if not _fits(value, known[key]):

@@ -104,7 +104,7 @@ class Schedule:
 
     @property
     def cycles_momentum(self) -> bool:
-        """Whether it changes momentum too: from the first step on, also during the warm-up, it has its highest."""
+        """Whether it also changes momentum, which then starts at its highest value, also during the warm-up."""
         return self.name == "onecycle" and bool(self._used["cycle_momentum"])
 
     @property
@@ -112,7 +112,7 @@ class Schedule:
         return {**SCHEDULES.get(self.name, {}), **self.parameters}
 
     def group(self, first: Group, number: int, total: int) -> dict[str, Any]:
-        """Return what changes of a group's first settings at a step, counted from 0, of all `total` ones."""
+        """Return the changed settings of a parameter group at one of `total` steps, counted from 0."""
         if number < self.warmup:
             start = 1.0 / self.warmup
             rate = first["lr"] * (start + (1.0 - start) * number / self.warmup)
@@ -149,13 +149,13 @@ class Schedule:
             )
         if self.name == "onecycle" and steps is not None and steps < total - self.warmup:
             raise ConfigError(
-                f"optimizer.scheduling.steps = {steps}, but {whose} takes {total - self.warmup} steps, and a cycle "
-                "ends with its last one: leave it out, for a cycle over the whole training."
+                f"optimizer.scheduling.steps = {steps}, but {whose} takes {total - self.warmup} steps, and the "
+                "cycle must not end before the training: leave it out, for a cycle over the whole training."
             )
         self.check_function(total - self.warmup)
 
     def check_function(self, steps: int) -> None:
-        """Call a function of the user's for the first and the last of its steps, so that it fails before a training."""
+        """Call a user's function for its first and last steps, so that an error in it comes before the training."""
         if self.name not in SCHEDULES:
             for number in (0, steps - 1):
                 self.group({"lr": 1.0}, self.warmup + number, self.warmup + steps)
@@ -198,7 +198,7 @@ def _with_momentum(first: Group, momentum: float) -> dict[str, Any]:
 
 
 def _there_and_back(ways: tuple[float, float, float], number: int, peak: float, last: int) -> float:
-    """Return a value on its way from the first to the second until `peak`, and to the third until `last`."""
+    """Return a value that moves from the first to the second until `peak`, and then to the third until `last`."""
     if number <= peak:
         return _on_cosine(ways[0], ways[1], number / peak if peak > 0 else 1.0)
     return _on_cosine(ways[1], ways[2], (number - peak) / (last - peak) if last > peak else 1.0)

@@ -30,10 +30,8 @@ class TaskSection(Section):
     loss: Annotated[str, BeforeValidator(values.loss)] = "cross_entropy"
     class_weights: Annotated[tuple[float, ...] | None, BeforeValidator(values.weights)] = None
     label_smoothing: Annotated[float, BeforeValidator(values.refuse_bool), Field(ge=0, lt=1)] = 0.0
-    ignore_index: Annotated[
-        int, BeforeValidator(values.refuse_bool), Field(ge=-(2**31), lt=2**31)
-    ] = -100  # not counted
-    count: str | None = None  # of a user's own loss: a function that returns what a batch of targets counts
+    ignore_index: Annotated[int, BeforeValidator(values.refuse_bool), Field(ge=-(2**31), lt=2**31)] = -100  # ignored
+    count: str | None = None  # of a user's own loss: a function that returns the count of a batch's targets
     metrics: Annotated[tuple[str, ...], BeforeValidator(values.metrics)] = ()  # of validation and test
 
     @property
@@ -65,7 +63,7 @@ class TaskSection(Section):
                 )
         if self.count is not None and not self.is_own:
             raise ValueError(
-                f"task.count is for a loss of your own, but task.loss is '{self.loss}', which knows what it counts: "
+                f"task.count is for a loss of your own, but task.loss is '{self.loss}', which has its own count: "
                 "leave it out"
             )
         return self
@@ -80,7 +78,7 @@ _LOSSES_WITH = {
 
 
 class GroupSection(Section):
-    """Parameters with settings of their own: those of the optimiser, under their own names."""
+    """Parameters with their own settings: the optimiser's arguments, under their names in torch."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -131,7 +129,7 @@ def _scheduling(value: Any) -> Any:
 
 
 class OptimizerSection(Section):
-    """An optimiser; besides these keys, it has the arguments of its class in torch under their own names."""
+    """An optimiser; in addition to these keys, it takes the arguments of its class, under their names in torch."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -225,7 +223,10 @@ class OptimizerSection(Section):
     def _groups_fit(self) -> OptimizerSection:
         if self.factory is not None and (self.groups or not self.decay_norms_and_biases):
             key = "groups" if self.groups else "decay_norms_and_biases"
-            raise ValueError(f"optimizer.{key} is given with optimizer.factory, which makes its own groups")
+            raise ValueError(
+                f"optimizer.{key} is given with a function that makes groups of its own (optimizer.factory, or "
+                "optimizer= in Python): give only one of them"
+            )
         for group in self.groups:
             rate = group.given.get("learning_rate", 0.01)
             if type(rate) not in (int, float) or not 0 < rate < math.inf:
@@ -266,6 +267,6 @@ def _refuse_with_factory(given: Mapping[str, Any], keys: set[str]) -> None:
     extra = next((key for key in (*given, "name") if key in given or key in keys), None)
     if extra is not None:
         raise ValueError(
-            f"optimizer.{extra} is given with optimizer.factory, which makes the optimiser with all of its arguments: "
-            "give only one of them"
+            f"optimizer.{extra} is given with a function that makes the optimiser with all of its arguments "
+            "(optimizer.factory, or optimizer= in Python): give only one of them"
         )

@@ -51,6 +51,13 @@ def drawn(value: Any) -> Any:
     return value
 
 
+def held_out_share(value: Any) -> Any:
+    """Return the share of samples that is held out: 0, or between 0 and 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError("is not allowed: give a share above 0 and below 1, such as 0.2, or 0 for none")
+    return float(value)
+
+
 def shape(value: Any) -> Any:
     sides = list(value) if isinstance(value, list | tuple) else []
     if not sides or not all(isinstance(side, int) and not isinstance(side, bool) and side >= 1 for side in sides):
@@ -142,7 +149,7 @@ def allow(value: Any) -> Any:
         return value
     if not isinstance(value, list | tuple) or not value or not all(isinstance(name, str) and name for name in value):
         raise ValueError(
-            'is not allowed: write the names of devices, as in ["pi-1", "pi-2"], or the path of a file with one a line'
+            'is not allowed: write the names of devices, as in ["pi-1", "pi-2"], or a file with one name per line'
         )
     return tuple(dict.fromkeys(value))
 

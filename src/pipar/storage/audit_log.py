@@ -71,7 +71,7 @@ class AuditLog:
             append_whole(self._path, text.encode())
         except OSError as error:
             if not self._failed:  # once: the next events try again
-                observe(SaveFailed(0, f"{cannot_write(str(self._path), error)} It is tried again."))
+                observe(SaveFailed(0, f"{cannot_write(str(self._path), error)} pipar tries again with the next entry."))
             self._failed = True
             return
         self._waiting.clear()

@@ -62,6 +62,27 @@ class Result:
         """
         return result_views.frame(self.epochs, "epoch", "Result.frame()")
 
+    @property
+    def device_metrics(self) -> dict[str, Any]:
+        """The final model on each device's own samples, with mean and worst decile; empty if devices evaluate none.
+
+        >>> settings = [*SMALL, "data.evaluate_on_devices=0.2"]
+        >>> result = pipar.run(world="virtual", model=model, datasets=datasets, settings=settings)
+        >>> list(result.device_metrics["mean"])
+        ['loss', 'accuracy']
+        """
+        return dict(self.content.get("device_metrics") or {})
+
+    def device_frame(self) -> pandas.DataFrame:
+        """Return the final model's values on each device's own samples as a DataFrame of pandas, with names as index.
+
+        >>> settings = [*SMALL, "data.evaluate_on_devices=0.2"]
+        >>> result = pipar.run(world="virtual", model=model, datasets=datasets, settings=settings)
+        >>> result.device_frame().columns.tolist()
+        ['samples', 'loss', 'accuracy']
+        """
+        return result_views.devices_frame(self.device_metrics, "Result.device_frame()")
+
     def plot(self) -> Figure:
         """Return a figure of matplotlib: losses and accuracy by epoch, or seconds if nothing was trained.
 

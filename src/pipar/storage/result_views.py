@@ -43,8 +43,13 @@ def frame(rows: Iterable[Row], index: str, purpose: str) -> Any:
 
 
 def _flat(row: Row, before: str = "") -> Iterable[tuple[str, Any]]:
-    """Yield the names and values of a row; lists, such as the bytes of each device, are left out."""
+    """Yield the names and values of a row; lists, such as the bytes of each device, are left out.
+
+    So are the values of each device, which `Result.device_frame()` has.
+    """
     for name, value in row.items():
+        if before == "device_metrics." and name in ("devices", "missing", "higher_is_better"):
+            continue
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{name}.")
         elif not isinstance(value, list | tuple):
@@ -123,6 +128,7 @@ def result_html(content: Row, folder: Path, seconds: float | None) -> str:
         "epoch": None if seconds is None else f"{seconds:.2f} s on average",
         "test accuracy": None if accuracy is None else percent(accuracy),
         **{f"test {name}": number(value, 4) for name, value in (content.get("test_metrics") or {}).items()},
+        "on devices": _on_devices(content.get("device_metrics") or {}),
         "equivalence": equivalence_text(content),
         "stopped": content.get("stopped"),
         "folder": str(folder),
@@ -131,6 +137,24 @@ def result_html(content: Row, folder: Path, seconds: float | None) -> str:
     note = [html_line(f"The last {_MOST_EPOCHS} of {len(epochs)} epochs")] if left_out > 0 else []
     table = epochs_html(epochs[-_MOST_EPOCHS:]) if epochs else html_line("No epoch was finished.")
     return html_page(title(content), html_facts(facts), *note, table)
+
+
+def _on_devices(metrics: Row) -> str | None:
+    """Return the means over the devices' own samples, with the worst deciles."""
+    worst = metrics.get("worst_decile") or {}
+    known = (f"{name} {number(one, 4)} (worst decile {number(worst[name], 4)})" for name, one in _means(metrics))
+    return ", ".join(known) or None
+
+
+def _means(metrics: Row) -> Iterable[tuple[str, float | None]]:
+    return (metrics.get("mean") or {}).items()
+
+
+def devices_frame(metrics: Row, purpose: str) -> Any:
+    """Return the devices' own values as a DataFrame, one row for each; a device without values has its reason."""
+    missing = {name: {"missing": reason} for name, reason in (metrics.get("missing") or {}).items()}
+    rows = {**(metrics.get("devices") or {}), **missing}
+    return frame([{"device": name, **of} for name, of in sorted(rows.items())], "device", purpose)
 
 
 def epochs_html(epochs: Sequence[Row]) -> str:

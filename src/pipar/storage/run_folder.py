@@ -16,6 +16,7 @@ from typing import Any
 from pipar.errors import StorageError
 from pipar.events import (
     BudgetSpent,
+    DevicesEvaluated,
     Drawn,
     EndedByCallback,
     EpochResult,
@@ -110,6 +111,7 @@ class RunFolder:
         self.best = BestModel(path, job.config.server.checkpoint_every) if job.config.run.keep == "best" else None
         self._can_be_resumed = has_checkpoints
         self._stopped: str | None = None
+        self._evaluated: dict[str, Any] = {}  # the final model, if only some devices took part in its round
         self._equivalence = EquivalenceLog(job.plans)
         self._trace = TraceFile(path / "trace.json", in_thread=has_threads)
         self._replanned = PackedRows()
@@ -253,6 +255,8 @@ class RunFolder:
                 self._end_round(event, observe)
             elif isinstance(event, Drawn):
                 self.drawn = event.counts
+            elif isinstance(event, DevicesEvaluated):
+                self._evaluated = event.scores
             elif isinstance(event, BudgetSpent | EndedByCallback):
                 self._stopped = event.reason
             elif isinstance(event, Saved):
@@ -276,7 +280,7 @@ class RunFolder:
         """Report rows that cannot be written, once until they could be in between."""
         if self._unwritten is not None and not self._is_reported:
             reason = cannot_write(f"Rows of rounds.jsonl and metrics.jsonl in {self.path}", self._unwritten)
-            observe(SaveFailed(epoch, f"{reason} They are tried again after every round."))
+            observe(SaveFailed(epoch, f"{reason} pipar tries again after every round."))
         self._is_reported = self._unwritten is not None
 
     def _report_best(self, epoch: int, observe: Observer) -> None:
@@ -284,7 +288,7 @@ class RunFolder:
         failure = None if self.best is None else self.best.take_failure()
         if failure is not None:
             reason = cannot_write(f"The best model in {self.path}", failure)
-            observe(SaveFailed(epoch, f"{reason} It is tried again after every round."))
+            observe(SaveFailed(epoch, f"{reason} pipar tries again after every round."))
 
     def write_model(self, weights: Body, name: str = "model.safetensors") -> None:
         """Write a model of the run."""
@@ -342,6 +346,12 @@ class RunFolder:
         # Plans that no finished epoch has used are left out: the training may have ended right after they were chosen.
         return [replan for replan in self._replanned if replan["epoch"] <= len(self.epochs)]
 
+    def _device_metrics(self) -> dict[str, Any]:
+        """Return the last model on the devices' own samples; empty if no device evaluates models."""
+        if self._evaluated or not len(self.epochs):
+            return self._evaluated
+        return self.epochs[-1].device_metrics
+
     def _result(self, models: Mapping[str, Any]) -> dict[str, Any]:
         job = self._job
         return {
@@ -359,6 +369,7 @@ class RunFolder:
             "stopped": self._stopped,
             "epsilon": self.accountant.largest_epsilon(),
             "privacy": self.accountant.as_result(),
+            "device_metrics": self._device_metrics(),
             "test_accuracy": None,
             "test_loss": None,
             "test_metrics": {},

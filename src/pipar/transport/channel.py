@@ -13,7 +13,7 @@ from typing import Any
 
 from pipar.errors import LinkError, ProtocolError
 from pipar.execution.clock import sleep_until
-from pipar.execution.spans import Recorder
+from pipar.execution.spans import EVALUATION, Recorder
 from pipar.settings.links import Link
 from pipar.transport.delay_line import DelayLine, delayed
 from pipar.transport.heartbeat import Silence
@@ -32,6 +32,7 @@ _SPANS = {
     Kind.MODEL: ("model", "pack"),
     Kind.TRACE: ("trace", "trace"),
     Kind.STATE: ("model", "pack"),
+    Kind.EVALUATE: ("model", "pack"),
 }
 _CONTROL = ("control", "control")
 #: Frames that the receiver does not need. After a link broke, the peer sends frames again that had arrived; this allows
@@ -41,6 +42,8 @@ _USELESS = RateLimit(burst=100_000, per_second=100.0)
 _CLOSE_TIMEOUT_S = 10.0
 #: Sent when their own epoch is over.
 _SENT_AFTER_THEIR_EPOCH = frozenset({Kind.REPORT, Kind.TRACE, Kind.STATE})
+#: They are no part of a round: their bytes and spans are counted apart.
+_OF_EVALUATION = frozenset({Kind.EVALUATE, Kind.SCORES})
 #: Epochs whose bytes are kept. Only the server asks for them, and a peer may name any epoch.
 _COUNTED_EPOCHS = 8
 
@@ -65,6 +68,7 @@ class Channel:
         self.received = 0  # the number of the last complete message from the peer
         self.sent_bytes: dict[int, int] = {}  # by epoch
         self.received_bytes: dict[int, int] = {}
+        self._evaluation_bytes = [0, 0]  # received and sent
         self.meter = Meter()  # of what is sent
         self.most_unacknowledged: int | None = None  # messages; None: no limit
         self._recorder = recorder
@@ -192,7 +196,7 @@ class Channel:
         if frame.sequence > self.received + 1:
             raise ProtocolError(f"{frame.message} has number {frame.sequence}, but {self.received + 1} comes next.")
         message = self._assembler.feed(frame)
-        _count(self.received_bytes, frame)
+        self._count(frame, received=True)
         if self.is_real:
             self.received_frames.note(frame, self._loop.time() if frame.came_at is None else frame.came_at)
         if message is not None:
@@ -224,6 +228,21 @@ class Channel:
             for old in [number for number in counted if number <= epoch]:
                 del counted[old]
         return counts
+
+    def take_evaluation_counts(self) -> tuple[int, int]:
+        """Return the bytes received and sent to evaluate models since the last call."""
+        received, sent = self._evaluation_bytes
+        self._evaluation_bytes = [0, 0]
+        return received, sent
+
+    def _count(self, frame: Frame, *, received: bool) -> None:
+        if frame.message.kind in _OF_EVALUATION:
+            self._evaluation_bytes[0 if received else 1] += frame.size_bytes
+            return
+        total, epoch = self.received_bytes if received else self.sent_bytes, _travels_in(frame.message)
+        total[epoch] = total.get(epoch, 0) + frame.size_bytes
+        if len(total) > _COUNTED_EPOCHS:
+            del total[next(iter(total))]
 
     @property
     def held_bytes(self) -> int:
@@ -384,7 +403,7 @@ class Channel:
         if self._pacer.rates.at(end) is None:
             # Without an emulated rate, the lane is busy until the transport has taken the frame.
             end = self._pacer.free_at = max(end, written_at)
-        _count(self.sent_bytes, frame)
+        self._count(frame, received=False)
         self._record(frame, free_at, start, end)
 
     def _measure(self, frame: Frame, ready_at: float, emulated_s: float) -> None:
@@ -403,25 +422,20 @@ class Channel:
         message = frame.message
         kind, cause = _SPANS.get(message.kind, _CONTROL)
         place = (_travels_in(message), message.iteration, message.micro_batch)
-        self._recorder.waited(self._lane, cause, *place, free_at, start)
+        lane = EVALUATION if message.kind in _OF_EVALUATION else self._lane
+        if lane is self._lane:
+            self._recorder.waited(lane, cause, *place, free_at, start)
         began = start
         if self._stretch is not None and self._stretch[0] is message:
             _, began, ended = self._stretch
             if start > ended:  # the lane waited for the chunk
-                self._recorder.busy(self._lane, kind, *place, began, ended)
+                self._recorder.busy(lane, kind, *place, began, ended)
                 began = start
         if frame.chunk < frame.chunks - 1 and not self._outbox.has_unnumbered:
             self._stretch = (message, began, end)
         else:
             self._stretch = None
-            self._recorder.busy(self._lane, kind, *place, began, end)
-
-
-def _count(total: dict[int, int], frame: Frame) -> None:
-    epoch = _travels_in(frame.message)
-    total[epoch] = total.get(epoch, 0) + frame.size_bytes
-    if len(total) > _COUNTED_EPOCHS:
-        del total[next(iter(total))]
+            self._recorder.busy(lane, kind, *place, began, end)
 
 
 def _travels_in(message: Message) -> int:

@@ -13,6 +13,8 @@ MODEL          ->                        the trained part
                <-          PLAN          a new plan from now on, if there is one
 STATE         <->                        optimiser state of layers that the plan moves, if it is kept
                <-          MODEL         the new global model's part
+               <-          EVALUATE      the new global model, as far as the device does not have it
+SCORES         ->                        how good it is on the device's own evaluation samples
                <-          REPORT        the round is over: send its trace
 TRACE          ->                        the epoch's spans
                <-          ROUND | STOP
@@ -58,6 +60,8 @@ class Kind(IntEnum):
     ABANDON = 14
     ALIVE = 15
     NORM = 16
+    EVALUATE = 17
+    SCORES = 18
 
 
 #: These open, keep or end a connection. They have no number, overtake queued messages, and are not sent again.

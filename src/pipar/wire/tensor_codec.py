@@ -1,4 +1,4 @@
-"""Tensors to bytes and back, with any encoding; `docs/reference/wire-tensors.md` has the format.
+"""Tensors to bytes and back, with any encoding; `docs/reference/wire-coding.md` has the format.
 
 A tensor is encoded in chunks, so that the first ones are sent while the last ones are encoded.
 """

@@ -80,12 +80,13 @@
   const tiles = {};
   const tileList = make("dl", { class: "live-tiles" });
   for (const [key, label] of Object.entries({
-    epoch: "Epoch", iteration: "Iteration", loss: "Batch loss", accuracy: "Val. accuracy", rate: "Samples/s",
+    epoch: "Epoch", iteration: "Iteration", loss: "Batch loss", accuracy: "Val. accuracy", devices: "On devices", worst: "Worst decile", rate: "Samples/s",
     elapsed: "Elapsed", left: "Time left",
   })) {
     tiles[key] = make("dd", { "data-live": key }, "–");
     tileList.append(make("div", { class: "live-tile" }, make("dt", null, label), tiles[key]));
   }
+  for (const key of ["devices", "worst"]) tiles[key].parentNode.hidden = true; // until a device has evaluated a model
   const lanes = {};
   const laneList = make("div", { class: "live-lanes" });
   for (const [key, label] of Object.entries(LANES)) {
@@ -146,6 +147,14 @@
     setText(tiles.accuracy.previousSibling, metric ? `Val. ${metric[0]}` : "Val. accuracy");
     const accuracy = state.accuracy === null ? "–" : `${(100 * state.accuracy).toFixed(1)} %`;
     setText(tiles.accuracy, metric ? number(metric[1], 4) : accuracy);
+    const own = state.on_devices;
+    const asText = (value) => (own.name === "accuracy" && value !== null ? `${(100 * value).toFixed(1)} %` : number(value, 4));
+    for (const key of ["devices", "worst"]) tiles[key].parentNode.hidden = !own;
+    if (own) {
+      setText(tiles.devices.previousSibling, `${own.name} on devices`);
+      setText(tiles.devices, asText(own.mean));
+      setText(tiles.worst, asText(own.worst));
+    }
     setText(tiles.rate, state.samples_per_s === null ? "–" : Number(state.samples_per_s.toPrecision(3)).toLocaleString());
     // Devices on other machines report their lanes at the end of a round.
     const isOld = (key) => state.lanes[key] === null && state.lanes_before[key] !== undefined;

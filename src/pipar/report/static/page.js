@@ -227,6 +227,11 @@
       for (const [name, value] of Object.entries(run.metrics ?? {})) {
         if (isNumber(value)) cards.push(card(`${run.is_tested ? "test" : "validation"} ${name}`, digits(value, 4)));
       }
+      const [own] = ["accuracy", ...(run.evaluation?.names ?? [])].filter((name) => isNumber(run.evaluation?.mean[name]));
+      if (own) {
+        const words = (value) => (own === "accuracy" ? share(value, 1) : digits(value, 4));
+        cards.push(card(`${own} on devices, mean`, words(run.evaluation.mean[own]), `worst decile ${words(run.evaluation.worst_decile[own])}`));
+      }
       if (isNumber(run.epsilon)) cards.push(card("epsilon (updates)", short(run.epsilon), "highest of all devices"));
       if (isNumber(run.efficiency)) cards.push(card("efficiency", share(run.efficiency), "lower bound / actual time"));
     }
@@ -500,7 +505,7 @@
     });
   }
 
-  function curve(content, id, title, keys, form, tick) {
+  function curve(content, id, title, keys, form, tick, { parent = "curves", words = "Solid: training batches; dashed: validation set." } = {}) {
     const several = content.runs.length > 1;
     const series = [];
     const heads = [column("run"), number("epoch"), ...keys.map((key) => number(key.words))];
@@ -523,8 +528,8 @@
       const known = run.epochs.map((epoch) => epoch[keys[keys.length - 1].name]).filter(isNumber);
       return known.length ? `${run.name} ends at ${form(known[known.length - 1])}` : null;
     }).filter(Boolean).join(", ");
-    show(byId("curves"), id, {
-      title, caption: several && keys.length > 1 ? "Solid: training batches; dashed: validation set." : "", label: `${title} by ${state.against}: ${last}.`, height: 280,
+    show(byId(parent), id, {
+      title, caption: several && keys.length > 1 ? words : "", label: `${title} by ${state.against}: ${last}.`, height: 280,
       option: { legend: legend(), grid: { left: 52, right: 18, top: 40, bottom: 44 }, tooltip: tooltip({ trigger: "item", formatter: (point) => `<b>${escaped(point.seriesId)}</b><br>${state.against === "epoch" ? `epoch ${point.value[0]}` : `after ${seconds(point.value[0])}`}<br>${form(point.value[1])}` }),
         xAxis: valueAxis(state.against === "epoch" ? "epoch" : "seconds of training", { nameLocation: "middle", nameGap: 26, min: state.against === "epoch" ? 1 : 0, max: state.against === "epoch" ? (seen) => Math.max(2, seen.max) : null, minInterval: state.against === "epoch" ? 1 : 0, nameTextStyle: { color: colours().quiet } }),
         yAxis: valueAxis("", { scale: true, minInterval: tick.least, axisLabel: { formatter: tick.form } }), series },
@@ -550,6 +555,26 @@
     curve(content, "curve-accuracy", "Validation accuracy", [{ name: "val_accuracy", words: "validation" }], (value) => share(value, 2), { least: 0.01, form: (value) => share(value) });
     const metrics = [...new Set(content.runs.flatMap((run) => Object.keys(run.metrics ?? {})))];
     metrics.forEach((name, place) => curve(content, `curve-metric-${place}`, `Validation ${name}`, [{ name: `metric ${name}`, words: "validation" }], (value) => digits(value, 4), { least: 0, form: (value) => String(Number(value.toPrecision(6))) }));
+  }
+
+  // The global model on samples that the devices keep for this.
+  function drawEvaluation(content) {
+    const runs = content.runs.filter((run) => run.evaluation);
+    byId("evaluation").hidden = !runs.length;
+    const names = [...new Set(runs.flatMap((run) => run.evaluation.names))];
+    const words = (name, value) => (name === "accuracy" ? share(value, 1) : digits(value, 4));
+    names.forEach((name, place) => curve(content, `curve-devices-${place}`, `${name[0].toUpperCase()}${name.slice(1)} on devices`,
+      [{ name: `mean ${name}`, words: "mean" }, { name: `worst_decile ${name}`, words: "worst decile" }], (value) => words(name, value),
+      name === "accuracy" ? { least: 0.01, form: (value) => share(value) } : { least: 0, form: (value) => String(Number(value.toPrecision(6))) },
+      { parent: "evaluation-curves", words: "Solid: mean over devices; dashed: worst decile." }));
+    replace(byId("evaluation-tables"), runs.map((run) => {
+      const { epoch, rows, left_out: others, mean, worst_decile: worst, seconds: took, bytes_down: down } = run.evaluation;
+      const heads = [column("device"), number("samples"), ...run.evaluation.names.map(number), ...(rows.some((row) => row.reason) ? [column("note")] : [])];
+      const line = (device, samples, values, reason) => [device, samples, ...run.evaluation.names.map((name) => words(name, values[name])), ...(heads.at(-1).title === "note" ? [reason || ""] : [])];
+      const caption = `${content.runs.length > 1 ? `${run.name}: the` : "The"} model of epoch ${epoch}${others ? `; the worst ${rows.length} of ${rows.length + others} devices` : ""}; evaluated in ${seconds(took)}, ${megabytes(down)} sent to devices`;
+      const body = table(caption, heads, [...(run.evaluation.names.length ? [line("mean", "", mean), line("worst decile", "", worst)] : []), ...rows.map((row) => line(row.device, row.samples === null ? "–" : row.samples.toLocaleString("en"), row.values, row.reason))]);
+      return content.runs.length > 1 ? element("details", { open: run === featured(content.runs) }, element("summary", {}, run.name), body) : body;
+    }));
   }
 
   function drawCosts(content) {
@@ -673,6 +698,7 @@
     drawTimelines(content);
     drawUtilisation(content);
     drawLearning(content);
+    drawEvaluation(content);
     drawCosts(content);
     drawPlans(content);
     drawDevices(content);

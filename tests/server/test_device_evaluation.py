@@ -1,0 +1,163 @@
+"""The server waits for scores between two rounds; a device that does not send them costs no round."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.server_world import EPOCH_BY_HAND, Outcome, ScriptedLearner, by_hand, honest, train
+
+from pipar.events import Lost, Scores
+from pipar.launch.sizes_only import SizesOnlyEvaluation
+from pipar.server.device_evaluation import DeviceEvaluation
+from pipar.server.device_messages import Introduction
+from pipar.server.device_scores import mean_over_devices, worst_decile
+from pipar.server.expected_scores import ExpectedScores
+from pipar.wire.messages import Kind, Message, json_body
+
+TRAINED = EPOCH_BY_HAND[: EPOCH_BY_HAND.index(Kind.REPORT)]
+AFTERWARDS = EPOCH_BY_HAND[len(TRAINED) :]
+
+
+class Scored(SizesOnlyEvaluation):
+    """Gives the same scores for every model."""
+
+    def scores(self) -> Scores:
+        return Scores(0.5, 0.75)
+
+
+class Measuring(ScriptedLearner):
+    """Knows two values."""
+
+    @property
+    def higher_is_better(self) -> dict[str, bool]:
+        return {"loss": False, "accuracy": True}
+
+
+def scores(epoch: int = 1, **content: object) -> Message:
+    values = {"samples": 4, "values": {"loss": 2.0, "accuracy": 0.25, "unknown": 1.0}}
+    return Message(Kind.SCORES, epoch, body=json_body({**values, **content}))
+
+
+def trained_with(*after: Message | Kind | float, epochs: int = 1, leaves: bool = False) -> Outcome:
+    """Train with an honest device, and one that says this after its round."""
+    other = by_hand(*TRAINED, *after, leaves=leaves, evaluation=4)
+    lives = [honest("a", evaluation=Scored(5)), other]
+    return train(lives, learner=Measuring, epochs=epochs, round_deadline_s=100.0)
+
+
+def test_scores_of_all_devices_are_in_the_result_of_the_round() -> None:
+    outcome = trained_with(Kind.EVALUATE, scores(), *AFTERWARDS)
+    (result,) = outcome.results
+    assert outcome.failure is None
+    assert result.device_metrics["devices"] == {
+        "a": {"samples": 5, "loss": 0.5, "accuracy": 0.75},
+        "b": {"samples": 4, "loss": 2.0, "accuracy": 0.25},
+    }
+    assert result.device_metrics["mean"] == {"loss": 1.25, "accuracy": 0.5}
+    assert result.device_metrics["worst_decile"] == {"loss": 2.0, "accuracy": 0.25}
+    assert result.device_metrics["missing"] == {}
+
+
+def test_a_device_that_is_lost_during_the_evaluation_says_so_and_costs_no_round() -> None:
+    outcome = trained_with(Kind.EVALUATE, leaves=True, epochs=2)
+    assert [sorted(counted) for counted in outcome.counted] == [["a", "b"], ["a"]]
+    first, second = (result.device_metrics for result in outcome.results)
+    assert list(first["devices"]) == ["a"]
+    assert first["missing"]["b"].startswith("it was lost during the evaluation")
+    assert first["mean"] == {"loss": 0.5, "accuracy": 0.75}
+    assert list(second["devices"]) == ["a"]
+    assert outcome.of(Lost)
+
+
+def test_a_device_that_is_too_slow_has_no_values_and_its_late_answer_is_ignored() -> None:
+    outcome = trained_with(Kind.EVALUATE, 200.0, scores(), *AFTERWARDS, epochs=2)
+    first = outcome.results[0].device_metrics
+    assert first["missing"] == {"b": "it did not answer within 100 s"}
+    assert 100 <= first["seconds"] < 101
+    assert not outcome.of(Lost)
+
+
+def test_a_device_that_cannot_evaluate_says_why_and_is_not_asked_again() -> None:
+    first = (Kind.EVALUATE, scores(refusal="no room"), *AFTERWARDS)
+    outcome = trained_with(*first)
+    assert outcome.results[0].device_metrics["missing"] == {"b": "no room"}
+    assert outcome.results[0].device_metrics["devices"].keys() == {"a"}
+
+
+def test_nothing_is_evaluated_if_no_device_has_samples_for_it() -> None:
+    outcome = train([honest("a"), honest("b")], learner=Measuring)
+    assert outcome.results[0].device_metrics == {}
+
+
+def test_a_device_without_evaluation_samples_is_listed_beside_others() -> None:
+    outcome = train([honest("a", evaluation=Scored(5)), honest("b")], learner=Measuring)
+    assert outcome.results[0].device_metrics["missing"] == {"b": "it has no samples to evaluate on"}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ({"samples": 5}, "no values on the device's 4 evaluation samples"),
+        ({"values": [1.0]}, "no values on the device's 4 evaluation samples"),
+        ({"values": {"loss": "low"}}, "it has to be a number"),
+        ({"values": {"loss": True}}, "it has to be a number"),
+        ({"values": {str(n): 1.0 for n in range(2000)}}, "no values on the device's 4 evaluation samples"),
+    ],
+)
+def test_wrong_scores_end_the_session_and_not_the_round(content: dict[str, object], why: str) -> None:
+    outcome = trained_with(Kind.EVALUATE, scores(**content), Kind.STOP, leaves=True)
+    assert sorted(outcome.counted[0]) == ["a", "b"]
+    assert why in outcome.results[0].device_metrics["missing"]["b"]
+    assert why in str(outcome.lives[1])
+
+
+def test_scores_that_nobody_asked_for_end_the_session() -> None:
+    outcome = train([honest("a"), by_hand(Kind.ROUND, scores(), Kind.STOP)], learner=Measuring)
+    assert "the server has sent no such model to evaluate" in str(outcome.lives[1])
+    assert sorted(outcome.counted[0]) == ["a"]
+
+
+def test_a_device_that_has_not_answered_in_time_is_not_asked_again_before_it_has() -> None:
+    async def refusals() -> list[str | None]:
+        waiting = ExpectedScores(Introduction("b", 9, evaluation_samples=4))
+        waiting.expect(1)
+        waiting.give_up()
+        silent = waiting.refusal
+        assert not waiting.take(scores())
+        return [silent, waiting.refusal]
+
+    assert asyncio.run(refusals()) == ["it has not answered for an earlier model yet", None]
+
+
+@pytest.mark.parametrize(("rate_bps", "limit_s"), [(8e6, 72.0), (1e5, 230.0), (1.0, 230.0)])
+def test_no_device_makes_the_others_wait_longer_by_taking_its_model_slowly(rate_bps: float, limit_s: float) -> None:
+    async def limit() -> float:
+        learner: Any = SimpleNamespace(model_bytes=lambda: 1_000_000)
+        asked: Any = [SimpleNamespace(channel=SimpleNamespace(rate_bps=lambda _: rate_bps))]
+        nothing: Any = None
+        return DeviceEvaluation(learner, nothing, nothing, None)._limit_s(asked, 1, round_s=2.0)
+
+    assert asyncio.run(limit()) == limit_s
+
+
+# --- mean and worst decile
+
+WAYS = {"loss": False, "accuracy": True}
+
+
+@pytest.mark.parametrize(("devices", "tenth"), [(1, 1), (9, 1), (10, 1), (11, 2), (25, 3)])
+def test_the_worst_decile_is_the_mean_over_a_tenth_of_the_devices(devices: int, tenth: int) -> None:
+    values = {f"d{n:02}": {"loss": float(n), "accuracy": n / 100} for n in range(devices)}
+    worst = worst_decile(values, WAYS)
+    assert worst["loss"] == sum(range(devices - tenth, devices)) / tenth
+    assert worst["accuracy"] == pytest.approx(sum(range(tenth)) / tenth / 100)
+
+
+def test_values_that_a_device_lacks_are_left_out_but_a_diverged_loss_counts() -> None:
+    nan = float("nan")
+    values = {"a": {"loss": nan, "accuracy": nan}, "b": {"loss": 1.0, "accuracy": 0.5}, "c": {"loss": 3.0}}
+    assert mean_over_devices(values, WAYS) == {"loss": float("inf"), "accuracy": 0.5}
+    assert mean_over_devices({}, WAYS) == worst_decile({}, WAYS) == {}
