@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 import pipar.profiling
-from pipar.data.datasets import Images, load_dataset
+from pipar.data.datasets import load_dataset
+from pipar.data.images import Images
 from pipar.networks.blocks import NORMS
 from pipar.networks.models import NETWORKS, build_model
 from pipar.profiling.coding_costs import run_through

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipar.data.datasets import Images
+from pipar.data.images import Images
 from pipar.job.user_objects import UserObjects
 from pipar.job.workload import Workload
 from pipar.privacy import accounting

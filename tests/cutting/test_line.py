@@ -18,7 +18,7 @@ from pipar.cutting.line import Line, line_of, line_of_stages, thinned, whole_lin
 from pipar.cutting.listing import layer_cuts
 from pipar.cutting.split import join_states, named_layers, split_model
 from pipar.cutting.traced import CutPoint, TracedNetwork
-from pipar.data.datasets import dataset_images
+from pipar.data.own_samples import dataset_images
 from pipar.errors import ModelError
 from pipar.networks.models import build_model, uses_batch_statistics, uses_dropout
 from pipar.nn.optimizers import sgd

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipar.data.datasets import Images, load_dataset
+from pipar.data.datasets import load_dataset
+from pipar.data.images import Images
 from pipar.data.shard import SamplePrivacy, Shard
 from pipar.errors import DataError
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import pipar
-from pipar.data.datasets import Images
+from pipar.data.images import Images
 from pipar.errors import PiparError
 from pipar.events import DevicesEvaluated, EpochResult, Event, ignore
 from pipar.execution.spans import COMPUTE, EVALUATION, IO

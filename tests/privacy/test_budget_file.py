@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipar.data.datasets import Images
+from pipar.data.images import Images
 from pipar.data.shard import SamplePrivacy, Shard
 from pipar.errors import BudgetSpentError, ConfigError, InputError, PrivacyError
 from pipar.launch.deployed_device import DeviceOptions, device_guard, device_workload, take_part

@@ -1,121 +1,30 @@
-"""Datasets in memory: loading the known ones, and converting a user's own."""
+"""The known datasets: reading them, and cutting them into training, validation and test sets."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pipar import random_streams
 from pipar.data import formats
 from pipar.data.catalog import DatasetInfo, dataset_info, locate
 from pipar.data.formats import Labels, Pixels
-from pipar.data.own_targets import own_target
+from pipar.data.images import Dataset, Images, Indices
 from pipar.data.request import Counts, Request, check_request, cut_counts, synthetic_counts
 from pipar.errors import DataError
-from pipar.settings.training_sections import TaskSection
-from pipar.tasks.task import target_form
-from pipar.tensors.inputs import InputForm, Inputs, in_dtype, mapped, rebuilt, tensors_of
 from pipar.units import format_bytes
-from pipar.user_function import call_factory
-
-Indices = NDArray[np.int64]
 
 # The held-out sets do not depend on the run's seed, so that runs stay comparable.
 _HELD_OUT_SEED = 0
 _SYNTHETIC_CHUNK = 1024
-_CLASSES = TaskSection()
-
-
-@dataclass(frozen=True, eq=False)
-class Images:
-    """Samples and targets; uint8 samples are normalised by `mean` and `std` of pixels / 255, others are not changed.
-
-    Most are images with labels, so `images` and `labels` are one tensor each; a user's own may be a tuple or a
-    dictionary of tensors.
-    """
-
-    images: Any = field(repr=False)  # Inputs
-    labels: Any = field(repr=False)  # Targets
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
-    flip: bool = False
-
-    def __len__(self) -> int:
-        return len(tensors_of(self.labels)[0])
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of one sample; if it is no single tensor, the number of its values."""
-        return self.form.shape
-
-    @cached_property
-    def target_form(self) -> InputForm:
-        """What the targets of one sample are."""
-        return target_form(self.labels)
-
-    def targets(self, at: Tensor | slice, dtype: torch.dtype) -> Any:
-        """Return the targets of some samples, floating-point numbers in this dtype."""
-        return in_dtype(mapped(self.labels, lambda tensor: tensor[at]), dtype)
-
-    @cached_property
-    def form(self) -> InputForm:
-        """What one sample is."""
-        return InputForm.of(self.images)
-
-    def rows(self, at: Tensor | slice) -> Any:
-        """Return a copy of some samples, as they are stored: a network may overwrite its inputs."""
-        # Indexing with a tensor copies already.
-        return mapped(self.images, lambda tensor: tensor[at].clone() if isinstance(at, slice) else tensor[at])
-
-    def take(self, rows: Indices) -> Images:
-        """Return a copy of these rows."""
-        at = torch.from_numpy(np.asarray(rows, np.int64))
-        labels = mapped(self.labels, lambda tensor: tensor[at])
-        return Images(self.rows(at), labels, self.mean, self.std, self.flip)
-
-    def normalised(self, samples: Any, dtype: torch.dtype) -> Any:
-        """Return samples of this set as network inputs: (pixel / 255 - mean) / std in `dtype`; integers unchanged."""
-        return mapped(samples, lambda tensor: self._normalised(tensor, dtype))
-
-    def _normalised(self, samples: Tensor, dtype: torch.dtype) -> Tensor:
-        if samples.dtype != torch.uint8:
-            return samples.to(dtype) if samples.is_floating_point() else samples
-        broadcast = (-1,) + (1,) * (samples.ndim - 2)
-        mean = torch.tensor(self.mean, dtype=torch.float64).view(broadcast)
-        std = torch.tensor(self.std, dtype=torch.float64).view(broadcast)
-        return samples.to(dtype).mul_((1 / (255 * std)).to(dtype)).sub_((mean / std).to(dtype))
-
-    def batches(self, size: int, dtype: torch.dtype) -> Iterator[tuple[Any, Any]]:
-        """Yield all samples in order, normalised, in batches of `size`, for validation and test."""
-        for start in range(0, len(self), size):
-            at = slice(start, start + size)
-            yield self.normalised(self.rows(at), dtype), self.targets(at, dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class Dataset:
-    """A training set for the devices and two held-out sets for the server; a held-out set may be empty."""
-
-    name: str
-    train: Images
-    validation: Images
-    test: Images
-    classes: int
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        return self.train.shape
 
 
 def load_dataset(
@@ -142,114 +51,6 @@ def load_dataset(
         return _LOADERS[name](info, request)
     except OSError as error:
         raise DataError(f"{name} cannot be read: {error}.") from error
-
-
-def dataset_images(dataset: Any, task: TaskSection = _CLASSES) -> Images:
-    """Return all items of a torch Dataset: pairs of a sample and its target.
-
-    A sample is a tensor, a PIL image, an array, or a tuple or a dictionary of tensors, as the network is called with
-    it. A tensor is channels first; images and arrays are height x width x channels, as in torchvision. Floats and
-    integers are not changed; uint8 is normalised with mean and deviation 0.5, the same on every device. A target is
-    what the task's loss takes; that of a text may be None: its next tokens.
-    """
-    if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
-        raise DataError(f"a {type(dataset).__name__} is not a dataset: give a torch Dataset of (sample, label) pairs.")
-    items = dataset if not hasattr(dataset, "__len__") else (dataset[at] for at in range(len(dataset)))
-    samples: list[Inputs] = []
-    targets: list[Inputs] = []
-    for at, item in enumerate(items):
-        sample, target = _item(item, at, task)
-        if samples:
-            _check_alike(sample, samples[0], f"item {at} of the dataset", "item 0")
-            _check_alike(target, targets[0], f"the target of item {at} of the dataset", "that of item 0")
-        samples.append(sample)
-        targets.append(target)
-    if not samples:
-        raise DataError("the dataset is empty: a factory must return at least one item, or None if it has no such set.")
-    stacked = _stacked(samples)
-    channels = stacked.shape[1] if isinstance(stacked, Tensor) and stacked.ndim > 1 else 1
-    middle = (0.5,) * channels
-    return Images(stacked, _stacked(targets), middle, middle)
-
-
-def _check_alike(given: Inputs, first: Inputs, what: str, other: str) -> None:
-    """Raise DataError unless two samples have the same structure, dtypes and shapes."""
-    this, wanted = _outline(given), _outline(first)
-    if this != wanted:
-        raise DataError(f"{what} is {this}, but {other} is {wanted}: all items must have one dtype and shape.")
-
-
-def _outline(sample: Inputs) -> str:
-    outlines = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors_of(sample)]
-    if isinstance(sample, dict):
-        return ", ".join(f"{name} {outline}" for name, outline in zip(sorted(sample), outlines, strict=True))
-    return f"a tuple of {', '.join(outlines)}" if isinstance(sample, tuple) else outlines[0]
-
-
-def _stacked(samples: Sequence[Inputs]) -> Inputs:
-    """Return samples of one structure as a batch."""
-    columns = map(torch.stack, zip(*map(tensors_of, samples), strict=True))
-    return rebuilt(samples[0], columns)
-
-
-def factory_images(spec: str, name: str, task: TaskSection = _CLASSES) -> Images | None:
-    """Return the images that the user's "package.module:function" returns for a device's name, "validation" or "test".
-
-    None if the function returns None: it has no such set.
-    """
-    dataset = call_factory(spec, name)
-    return None if dataset is None else dataset_images(dataset, task)
-
-
-def _item(item: Any, at: int, task: TaskSection) -> tuple[Inputs, Inputs]:
-    try:
-        sample, mark = item
-    except (TypeError, ValueError) as error:
-        raise DataError(f"item {at} of the dataset is not a pair of a sample and a target.") from error
-    taken = _sample(sample, at)
-    return taken, own_target(mark, taken, f"item {at} of the dataset", task)
-
-
-def _sample(sample: Any, at: int) -> Inputs:
-    if isinstance(sample, Mapping):
-        # In the order of the names: dictionaries of one dataset may have their keys in any order.
-        return {str(name): _member(sample[name], f"{name!r} in item {at}") for name in sorted(sample)}
-    if isinstance(sample, tuple):
-        return tuple(_member(one, f"tensor {place} in item {at}") for place, one in enumerate(sample))
-    return _plain(sample if isinstance(sample, Tensor) else _channels_first(np.array(sample)), f"item {at}")
-
-
-def _member(value: Any, which: str) -> Tensor:
-    """Return one tensor of a tuple or a dictionary; arrays, lists and numbers are taken as they are."""
-    try:
-        tensor = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"{which} of the dataset is a {type(value).__name__}: a tuple or a dictionary must have tensors."
-        ) from error
-    if tensor.dtype == torch.uint8:
-        raise DataError(
-            f"{which} of the dataset is uint8, which is taken for pixels only in a sample of one tensor: give floats, "
-            "or integers of another dtype."
-        )
-    return _plain(tensor, which)
-
-
-def _plain(tensor: Tensor, which: str) -> Tensor:
-    """Return a tensor that numpy and the network can use: floats that numpy lacks as float32."""
-    if tensor.is_complex():
-        raise DataError(f"{which} of the dataset is {tensor.dtype}: samples must be floating point, integers or bool.")
-    tensor = tensor.detach().cpu()
-    # numpy, which augments, has no bfloat16; float32 represents all of its values.
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-
-
-def _channels_first(array: NDArray[Any]) -> Tensor:
-    if array.dtype.kind not in "uifb":
-        raise DataError(f"a sample of the dataset is an array of {array.dtype}: it must be of numbers.")
-    if array.ndim == 2:
-        array = array[:, :, np.newaxis]
-    return torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1) if array.ndim == 3 else array))
 
 
 # ---- reading the known datasets ----

@@ -9,7 +9,8 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from pipar.data.datasets import Images, dataset_images
+from pipar.data.images import Images
+from pipar.data.own_samples import dataset_images
 from pipar.settings.training_sections import TaskSection
 from pipar.user_function import call_factory
 

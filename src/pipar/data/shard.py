@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipar import random_streams
-from pipar.data.datasets import Images, Indices
+from pipar.data.images import Images, Indices
 from pipar.errors import DataError
 from pipar.nn.micro_batches import MicroBatch, cut_micro_batches, reference
 from pipar.privacy.mechanisms import noisy, randomised_labels

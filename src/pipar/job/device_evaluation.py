@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipar.cutting.frozen import frozen_names
 from pipar.cutting.split import whole_module
-from pipar.data.datasets import Images
+from pipar.data.images import Images
 from pipar.errors import ProtocolError
 from pipar.job.held_out import batches_without_noise
 from pipar.nn.device_part import TorchDevicePart

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pipar import random_streams
-from pipar.data.datasets import Images
+from pipar.data.images import Images
 from pipar.nn.learner import Batches
 from pipar.privacy.mechanisms import noisy
 from pipar.settings.config import Config

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipar import random_streams
 from pipar.cutting.split import named_layers
-from pipar.data.datasets import Images
+from pipar.data.images import Images
 from pipar.errors import DataError, InputError, PlanError
 from pipar.job.workload import Workload
 from pipar.leakage.attacks import Attack

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pipar.data.datasets import Images, dataset_images
+from pipar.data.images import Images
+from pipar.data.own_samples import dataset_images
 from pipar.data.own_sets import is_list_of_datasets
 from pipar.data.partition import device_sizes, partition
 from pipar.errors import ConfigError, DataError

@@ -20,7 +20,9 @@ from pipar.cutting.listing import layer_cuts
 from pipar.cutting.split import named_layers
 from pipar.cutting.steady import steady_layers
 from pipar.data.catalog import SYNTHETIC_SAMPLES
-from pipar.data.datasets import Dataset, Images, factory_images, load_dataset
+from pipar.data.datasets import load_dataset
+from pipar.data.images import Dataset, Images
+from pipar.data.own_samples import factory_images
 from pipar.data.own_sets import factory_sets
 from pipar.data.partition import device_sizes, held_out_rows
 from pipar.data.shard import SamplePrivacy, Shard

@@ -9,7 +9,7 @@ import torch
 
 from pipar.cutting.split import named_layers
 from pipar.data.catalog import dataset_info
-from pipar.data.datasets import Images
+from pipar.data.images import Images
 from pipar.errors import ConfigError, DataError
 from pipar.events import Observer, Scores
 from pipar.job.job import Job
