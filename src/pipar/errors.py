@@ -50,7 +50,11 @@ class TryAgainError(ProtocolError):
 
 
 class VersionError(ProtocolError):
-    """The peer uses another version of the protocol."""
+    """The peer uses another version of the protocol; `device` is what it calls itself, if that can be read."""
+
+    def __init__(self, message: str, device: str = "") -> None:
+        super().__init__(message)
+        self.device = device
 
 
 class UnusableModelError(ProtocolError):

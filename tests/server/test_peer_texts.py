@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.server_world import by_hand, hello, honest, scripted, train, until
+from support.server_world import World, by_hand, hello, honest, scripted, train, until
 
 from pipar.device.interfaces import Equipment
 from pipar.device.program import Device, _fault
 from pipar.errors import ProtocolError, VersionError, describe, peer_text
-from pipar.events import Lost, ignore
+from pipar.events import Lost, Refused, ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import UPLINK, Recorder
 from pipar.launch.sizes_only import SizesOnlySamples
@@ -20,7 +20,7 @@ from pipar.monitoring.event_text import EventDescriber
 from pipar.server.session import fault
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import memory_pair
-from pipar.wire.frames import VERSION, cut_message, pack_frame, unpack_frame
+from pipar.wire.frames import VERSION, Frame, cut_message, pack_frame, unpack_frame
 from pipar.wire.messages import Kind, Message, json_body, read_json
 
 LONG = "\x1b[2J" + "gone\n" * 1_200
@@ -100,8 +100,30 @@ def test_the_package_of_a_peer_with_another_version_is_named_if_it_says_so(messa
     data = bytearray(pack_frame(frame))
     data[2] = VERSION + 1
     said = "0.9.1" if message.kind is Kind.HELLO else "0.1.0"
-    with pytest.raises(VersionError, match=rf"the peer has a newer pipar \({said}\) than this side"):
+    with pytest.raises(VersionError, match=rf"the peer has a newer pipar \({said}\) than this side") as other:
         unpack_frame(bytes(data))
+    assert other.value.device == ("pi" if message.kind is Kind.HELLO else "")
+
+
+@pytest.mark.parametrize("credential", [None, "pi-7"])
+def test_a_device_with_another_version_is_reported_by_its_name(credential: str | None) -> None:
+    class Older:
+        async def read(self) -> Frame:
+            raise VersionError("The peer uses version 1 of the protocol.", "pi-8")
+
+        async def write(self, frame: Frame) -> None:
+            pass
+
+        async def close(self) -> None:
+            pass
+
+    async def knock(world: World) -> None:
+        await world.server.admit(Older(), credential)
+
+    outcome = train([("nobody", knock), honest("a")], devices=("a",))
+    assert [(event.device, event.reason) for event in outcome.of(Refused)] == [
+        (credential or "pi-8", "The peer uses version 1 of the protocol.")
+    ]
 
 
 @pytest.mark.parametrize("is_real", [True, False])

@@ -9,7 +9,16 @@ from itertools import count
 from operator import attrgetter
 from urllib.parse import unquote
 
-from pipar.errors import LinkError, ProtocolError, TryAgainError, describe, forget_frames, is_lack_of_memory, peer_text
+from pipar.errors import (
+    LinkError,
+    ProtocolError,
+    TryAgainError,
+    VersionError,
+    describe,
+    forget_frames,
+    is_lack_of_memory,
+    peer_text,
+)
 from pipar.events import Away, Back, Joined, Left, Lost, Observer, Waiting
 from pipar.execution.clock import clock_machine
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, Recorder, unpack_trace
@@ -78,6 +87,8 @@ class Membership:
             session = self._resume(hello, transport, peer) if hello.session else self._join(hello, transport, peer)
         except TimeoutError:
             await self._refuse(transport, TryAgainError(f"No HELLO arrived within {HELLO_TIMEOUT_S:g} s."), peer or "")
+        except VersionError as error:
+            await self._refuse(transport, error, peer or error.device)
         except (ProtocolError, LinkError) as error:
             await self._refuse(transport, error, peer or _claimed_name(hello))
         except Exception as error:  # noqa: BLE001 - the connection ends here, and the others do not notice

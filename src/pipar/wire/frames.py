@@ -51,6 +51,8 @@ LARGE_BODY_BYTES = 32_000_000
 _FIXED = struct.Struct("!2sBBIIIIIHIIBBHHBQ")
 #: Of every frame; plus four for each dimension of a tensor.
 HEADER_BYTES = _FIXED.size
+#: At the beginning of a HELLO.
+_DEVICE = re.compile(rb'\{"name": ?"([ !#-\[\]-~]{1,64})"')
 _PACKAGE = re.compile(rb'"pipar": ?"([0-9A-Za-z.+-]{1,32})"')
 _KINDS = {int(kind): kind for kind in Kind}
 _DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
@@ -189,7 +191,8 @@ def unpack_frame(data: bytes, came_at: float | None = None) -> Frame:
     ) = _FIXED.unpack_from(data)
     dtype, encoding, chunk, chunks, dimensions, body_bytes = rest
     if version != VERSION:
-        raise VersionError(_other_version(version, data))
+        named = _DEVICE.search(data)
+        raise VersionError(_other_version(version, data), named[1].decode("ascii") if named else "")
     if kind not in _KINDS or dtype not in _DTYPE_NAMES or encoding not in _ENCODING_NAMES:
         raise ProtocolError(
             f"The peer sent a frame of kind {kind}, dtype {dtype} and encoding {encoding}, one of which is unknown."
