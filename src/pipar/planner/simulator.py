@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from heapq import heappop, heappush, heapreplace
+from heapq import heappop, heappush
 
 from pipar.execution.schedule import device_order
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, Span
@@ -28,6 +28,7 @@ from pipar.execution.work import Work
 from pipar.methods import Plan
 from pipar.planner.bounds import Cutoff
 from pipar.planner.fleet import Fleet
+from pipar.planner.simulated_cores import SimulatedCores
 from pipar.planner.simulated_device import Distribution, Disturb, SimulatedDevice, simulated_devices
 from pipar.planner.stage_times import decoding, model_s, protect_s, transfer_s
 from pipar.planner.timing import Timing
@@ -101,13 +102,10 @@ class _Epoch:
         self._devices = simulated_devices(fleet, plans, iterations, disturb, watch)
         self._events: list[tuple[float, int, int, SimulatedDevice]] = []
         self._count = 0
-        self._cores = [0.0] * fleet.cores  # until when each is taken
-        self._server_s = self._alone_s = self._start = 0.0
+        self._cores = SimulatedCores(fleet, self._devices)
+        self._start = 0.0
         self._distribution = Distribution(fleet)
         self._part_bytes = self._distribution.part_bytes
-        batches = [batch for device in self._devices if device.splits for batch in device.times]
-        self._unserved = sum(len(batch.served) for batch in batches)  # micro-batches that no core has taken
-        self._unserved_s = sum(batch.served_s for batch in batches)
         times = {device.member.name: device.times for device in self._devices}
         self._cutoff = None if within_s is None else Cutoff(fleet, plans, times, within_s)
 
@@ -326,7 +324,8 @@ class _Epoch:
             self._compute_next(device, ready)
 
     def _stop_if_too_long(self, cutoff: Cutoff, device: SimulatedDevice, now: float) -> None:
-        served_s = _filled_at(self._cores, self._unserved_s, now) - self._start if self._unserved else 0.0
+        served_at = self._cores.all_served_at(now)
+        served_s = 0.0 if served_at is None else served_at - self._start
         if cutoff.gives_up(device.member.name, len(device.ends), now - self._start, served_s):
             raise _TooLong
 
@@ -337,39 +336,23 @@ class _Epoch:
             device.inbox += 1
         else:
             device.serving = True
-            self._on_core(device, now, device.batch.served[device.served], _SERVED)
+            self._serve(device, now)
 
-    def _on_core(self, device: SimulatedDevice, now: float, seconds: float, then: int) -> None:
-        begin = max(now, self._cores[0])
-        if then == _SERVED:
-            self._unserved -= 1
-            self._unserved_s -= seconds
-        self._alone_s += seconds
-        contention = device.batch.contention[device.served if then == _SERVED else -1]
-        device.slower = 1.0
-        if contention:
-            device.slower = 1.0 + contention * self._others_at_work(begin, waited=begin > now)
-            seconds *= device.slower
-        heapreplace(self._cores, begin + seconds)
-        self._server_s += seconds
+    def _serve(self, device: SimulatedDevice, now: float) -> None:
+        begin, end = self._cores.serve(device, now)
         if device.watched:
-            kind, n = ("fs", device.served + 1) if then == _SERVED else ("step", device.served)
-            place = (1, device.stepped + 1, n, begin, begin + seconds)
-            self.spans.append(Span(SERVER, CORE, kind, *place, device=device.member.name))
-        self._schedule(begin + seconds, then, device)
+            self._core_span(device, "fs", device.served + 1, begin, end)
+        self._schedule(end, _SERVED, device)
 
-    def _others_at_work(self, begin: float, *, waited: bool) -> float:
-        """Return how many other cores work when a job begins.
+    def _step(self, device: SimulatedDevice, now: float) -> None:
+        begin, end = self._cores.step(device, now)
+        if device.watched:
+            self._core_span(device, "step", device.served, begin, end)
+        self._schedule(end, _STEPPED, device)
 
-        In a sample of a fleet each core stands for several. Those that the job's own core stands for all work if the
-        job had to wait for it; otherwise as much of the time as the cores have worked so far. It stands for less than
-        one where every kind of device is in the sample, but a round has fewer devices.
-        """
-        others, each = sum(free_at > begin for free_at in self._cores[1:]), self._fleet.cores_each
-        if each == 1.0:
-            return others
-        at_work = 1.0 if waited or not begin else min(1.0, self._server_s / (begin * len(self._cores)))
-        return max(0.0, others * each + (each - 1.0) * at_work)
+    def _core_span(self, device: SimulatedDevice, kind: str, n: int, begin: float, end: float) -> None:
+        place = (1, device.stepped + 1, n, begin, end)
+        self.spans.append(Span(SERVER, CORE, kind, *place, device=device.member.name))
 
     def _served(self, device: SimulatedDevice, now: float) -> None:
         n = device.served
@@ -388,13 +371,13 @@ class _Epoch:
                 device.down_free = max(now, device.down_free) + transfer_s(_NORM_BYTES, device.member.link.down_bps)
                 device.norm_at = device.down_free + device.latency
             else:
-                self._on_core(device, now, device.batch.server_step, _STEPPED)
+                self._step(device, now)
         else:
             self._serve_next(device, now)
 
     def _measured(self, device: SimulatedDevice, now: float) -> None:
         """The norm of a device's gradient has arrived, for which the replica's step has waited."""
-        self._on_core(device, now, device.batch.server_step, _STEPPED)
+        self._step(device, now)
 
     def _answer(self, device: SimulatedDevice, when: float) -> None:
         """Let the gradients of a micro-batch arrive at a device at this time."""
@@ -417,7 +400,7 @@ class _Epoch:
     def _serve_next(self, device: SimulatedDevice, now: float) -> None:
         if device.inbox:
             device.inbox -= 1
-            self._on_core(device, now, device.batch.served[device.served], _SERVED)
+            self._serve(device, now)
         else:
             device.serving = False
 
@@ -426,7 +409,7 @@ class _Epoch:
     def _exchange(self) -> float:
         """Return when the last device has installed its new part: trained parts up, aggregation, new parts down."""
         server = self._fleet.server
-        returned = max(max(device.returned_at for device in self._devices), self._cores[0])
+        returned = max(max(device.returned_at for device in self._devices), self._cores.next_free_at)
         averaged = returned + server.seconds(Work("aggregate", size_bytes=self._fleet.averaged_bytes))
         _, installed = self._distribution.send(self._devices, averaged, changes=True)
         for device in self._devices:
@@ -461,10 +444,8 @@ class _Epoch:
         """Decode a device's trained part if it was sent as changes: first come, first served, like all other work."""
         device.returned_at = now
         if self._fleet.sends_changes(device.member, device.member.link.up_bps):
-            begin, server = max(now, self._cores[0]), self._fleet.server
-            slower = 1.0 + server.contention(0) * self._others_at_work(begin, waited=begin > now)
-            device.returned_at = begin + server.seconds(decoding(self._part_bytes(device.plan.split_point))) * slower
-            heapreplace(self._cores, device.returned_at)
+            seconds = self._fleet.server.seconds(decoding(self._part_bytes(device.plan.split_point)))
+            begin, device.returned_at = self._cores.decode(now, seconds)
             if device.watched:
                 place = (1, 0, 0, begin, device.returned_at)
                 self.spans.append(Span(SERVER, CORE, "decode", *place, device=device.member.name))
@@ -477,10 +458,10 @@ class _Epoch:
             busy_s={
                 "device": max(device.compute_s for device in devices),
                 "uplink": max(device.up_s for device in devices),
-                "server": self._server_s / self._fleet.cores,
+                "server": self._cores.busy_s / self._fleet.cores,
                 "downlink": max(device.down_s for device in devices),
             },
-            contention=self._server_s / self._alone_s if self._alone_s else 1.0,
+            contention=self._cores.contention,
             own_s={device.member.name: (device.compute_s, device.up_s, device.down_s) for device in devices},
         )
 
@@ -488,16 +469,6 @@ class _Epoch:
         is_ahead = kind in ("load", "noise") and device.loads > len(device.ends) + 1
         iteration = len(device.ends) + 1 + is_ahead
         self.spans.append(Span(device.member.name, lane, kind, 1, iteration, n, begin, end))
-
-
-def _filled_at(cores: list[float], work_s: float, now: float) -> float:
-    """Return when cores that are busy until these times can have done this much more work, shared evenly."""
-    free_at = sorted(max(now, each) for each in cores)
-    for count in range(1, len(free_at)):
-        end = (sum(free_at[:count]) + work_s) / count
-        if end <= free_at[count]:
-            return end
-    return (sum(free_at) + work_s) / len(free_at)
 
 
 @lru_cache(maxsize=1024)
