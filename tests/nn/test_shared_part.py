@@ -150,8 +150,10 @@ def test_statistics_far_above_those_of_the_round_refuse_the_step(factor: float) 
 
 
 @pytest.mark.slow
-def test_statistics_cannot_be_raised_slowly_by_one_device() -> None:
+@pytest.mark.parametrize("momentum", [0.1, None], ids=["running average", "cumulative average"])
+def test_statistics_cannot_be_raised_slowly_by_one_device(momentum: float | None) -> None:
     part, scale, counted = shared_part(), 1.0, dict.fromkeys("abc", 0)
+    next(layer for layer in part.module.modules() if isinstance(layer, nn.BatchNorm1d)).momentum = momentum
     for _ in range(40):
         for device in ("a", "b", "c"):
             activation = part.backward(

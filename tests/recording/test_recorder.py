@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 import threading
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +24,11 @@ from pipar.recording.flight import RecordedEvent
 from pipar.recording.frames import pack_record, read_records
 from pipar.recording.moment import _LEFT_OUT, event_text
 from pipar.recording.places import Places
-from pipar.recording.recorder import _event_record, check_can_record, public_config, times_record
+from pipar.recording.recorder import FILE, _event_record, check_can_record, public_config, times_record
 from pipar.recording.stage_times import DeviceModel, LinkModel, stage_times
 from pipar.recording.writer import RecordWriter
 from pipar.settings.config_file import config_from
-from pipar.storage.whole_files import append_whole
+from pipar.storage.whole_files import SPARE_BYTES, append_whole
 from pipar.transport.shaping import Rates
 
 FAST = {"up": "10000Gbit/s", "down": "10000Gbit/s"}
@@ -161,6 +163,17 @@ def test_a_full_disk_is_said_once_and_the_rest_is_recorded_when_there_is_space(
     said = [event.reason for event in run.events if isinstance(event, SaveFailed)]
     assert len(said) == 1
     assert [one.number for one in run.flight.rounds] == [1, 2, 3]
+
+
+def test_a_recording_leaves_the_last_space_of_a_disk_to_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=SPARE_BYTES))
+    writer = RecordWriter(tmp_path / FILE)
+    writer.put(lambda: {"is": "clock"})
+    writer.close()
+    assert "the last 100 MB of the disk are kept for checkpoints" in str(writer.failure)
+    assert not (tmp_path / FILE).exists()
 
 
 def test_a_mistake_of_the_recorder_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ import errno
 import gc
 import json
 import os
+import shutil
 import threading
 from concurrent.futures import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from pipar.report.record import spans_of
 from pipar.storage import trace_file
 from pipar.storage.run_folder import RunFolder
 from pipar.storage.trace_file import TraceFile
+from pipar.storage.whole_files import SPARE_BYTES
 
 
 def epoch(number: int, devices: int = 2) -> list[Span]:
@@ -89,6 +92,21 @@ def test_spans_that_do_not_fit_on_a_full_disk_are_left_out_and_the_rest_stays_re
     content = read(tmp_path / "trace.json")
     assert {span.epoch for span in spans_of(iter(content["traceEvents"]))} == {1, 3}
     assert content["otherData"] == {"spans_left_out": 5}
+
+
+def test_a_trace_leaves_the_last_space_of_a_disk_to_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = TraceFile(tmp_path / "trace.json")
+    trace.add(epoch(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=SPARE_BYTES + 100))
+        trace.add(epoch(2))
+    assert "the last 100 MB of the disk are kept for checkpoints" in str(trace.take_failure())
+    trace.add(epoch(3))
+    trace.finish()
+    content = read(tmp_path / "trace.json")
+    assert {span.epoch for span in spans_of(iter(content["traceEvents"]))} == {1, 3}
 
 
 def test_a_trace_stops_growing_at_its_limit(tmp_path: Path) -> None:

@@ -149,13 +149,21 @@ class SharedServerPart(TorchServerPart):
         """Return the largest means and variances of the batch, b = r + (r' - r) / m, from running averages r and r'."""
         found = {}
         for place, layer in self.module.named_modules():
-            share: float = getattr(layer, "momentum", None) or 0.0
+            prefix = f"{place}." if place else ""
+            share = self._share_of_batch(layer, f"{prefix}num_batches_tracked")
             for name in _UNUSUAL if share else ():
-                buffer, full = getattr(layer, name, None), f"{place}.{name}" if place else name
+                buffer, full = getattr(layer, name, None), f"{prefix}{name}"
                 if isinstance(buffer, torch.Tensor) and buffer.numel() and full in self._kept_buffers:
                     before = self._kept_buffers[full]
                     found[full] = _largest(before + (buffer - before) / share)
         return found
+
+    def _share_of_batch(self, layer: torch.nn.Module, counter: str) -> float:
+        """Return the share m of the batch in running averages: the momentum or, without one, that in all batches."""
+        momentum, count = getattr(layer, "momentum", None), getattr(layer, "num_batches_tracked", None)
+        if momentum is not None or not isinstance(count, torch.Tensor) or counter not in self._kept_buffers:
+            return float(momentum) if isinstance(momentum, int | float) else 0.0
+        return float(count - self._kept_buffers[counter]) / max(1.0, float(count))
 
     def discard(self) -> None:
         """Discard an unfinished batch: its gradients, and what its forward has changed in the buffers."""

@@ -17,7 +17,7 @@ from pipar.profiling.profile import Profile
 from pipar.recording import flight
 from pipar.recording.frames import pack_record
 from pipar.settings.links import link_tree
-from pipar.storage.whole_files import append_whole
+from pipar.storage.whole_files import append_whole, check_spare
 
 #: Rounds, and records of all kinds, that may wait for the thread. In real time later ones are left out, so that a slow
 #: disk does not fill the memory.
@@ -130,6 +130,7 @@ class RecordWriter:
 
     def _flush(self) -> None:
         try:
+            check_spare(self._path, len(self._pending))
             append_whole(self._path, self._pending)
         except OSError as error:
             self.failure = error

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from pipar.execution.spans import ChromeEvents, Span
-from pipar.storage.whole_files import append_whole, partial_file
+from pipar.storage.whole_files import append_whole, check_spare, partial_file
 
 #: The first line. Each event after it has a line of its own.
 HEAD = '{"traceEvents": ['
@@ -104,6 +104,7 @@ class TraceFile:
         if len(content) > self._room:
             return False
         try:
+            check_spare(self._partial, len(content))
             append_whole(self._partial, content)
         except OSError as error:
             self.failure = error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +19,8 @@ PRIVATE = 0o600
 _PUBLIC = 0o666  # less what the umask takes away
 _PARTIAL = ".partial"
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
+#: What traces and recordings leave free for checkpoints and results, which a training cannot do without.
+SPARE_BYTES = 100_000_000
 
 T = TypeVar("T")
 
@@ -64,6 +68,13 @@ def append_whole(path: Path, content: bytes) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def check_spare(path: Path, size_bytes: int) -> None:
+    """Raise OSError if a file that a training can do without would take the last space of its disk."""
+    if shutil.disk_usage(path.parent).free < SPARE_BYTES + size_bytes:
+        last = f"the last {SPARE_BYTES / 1e6:g} MB of the disk are kept for checkpoints and results"
+        raise OSError(errno.ENOSPC, last)
 
 
 def cannot_write(what: str, error: OSError) -> str:
