@@ -29,7 +29,7 @@ def compared(*models: Any, check: UpdateCheck | None = None) -> UpdateCheck:
     check.begin()
     for device, model in zip("abcd", models, strict=False):
         if model is not None:
-            check.add(device, model, state(), PARAMETERS)
+            check.add(device, model, state(), PARAMETERS, 10)
     check.check()
     check.end()
     return check
@@ -80,7 +80,7 @@ def test_integers_that_all_devices_change_pass() -> None:
 def test_a_round_that_did_not_end_is_forgotten() -> None:
     check = UpdateCheck()
     check.begin()
-    check.add("a", state(1e6), state(), PARAMETERS)
+    check.add("a", state(1e6), state(), PARAMETERS, 10)
     check = compared(None, state(1.1), check=check)
     with pytest.raises(UnusableModelError):
         compared(state(1e4), check=check)
@@ -90,7 +90,7 @@ def test_few_devices_are_remembered() -> None:
     check = UpdateCheck()
     for number in range(100):
         check.begin()
-        check.add(str(number), state(), state(), PARAMETERS)
+        check.add(str(number), state(), state(), PARAMETERS, 10)
         check.check()
         check.end()
     assert len(check._counted) == 16
@@ -99,7 +99,7 @@ def test_few_devices_are_remembered() -> None:
 def test_parts_without_trained_weights_are_compared_by_their_buffers() -> None:
     check = UpdateCheck()
     for device, mean in (("a", 0.5), ("b", 0.1), ("c", 1e5)):
-        check.add(device, state(mean=mean), state(), frozenset())
+        check.add(device, state(mean=mean), state(), frozenset(), 10)
     with pytest.raises(UnusableModelError, match="running_mean") as raised:
         check.check()
     assert raised.value.device == "c"

@@ -159,6 +159,9 @@ OVERSIZED = {
         welcome(), MODEL, Message(Kind.ROUND, 1),
         Message(Kind.GRADIENT, 1, 1, 1, 2, 10, Body(900_000_000, dtype="float32")),
     ],
+    "a model to evaluate, which it has not offered": [
+        welcome(), MODEL, Message(Kind.EVALUATE, 1, body=Body(20_000_000)),
+    ],
     "a command": [welcome(), MODEL, Message(Kind.ROUND, 1, body=Body(2_000_000))],
 }  # fmt: skip
 

@@ -11,10 +11,12 @@ from torch import nn
 
 from pipar.errors import UnusableStepError
 from pipar.nn.micro_batches import Decoded
-from pipar.nn.optimizers import sgd
+from pipar.nn.optimizers import OptimizerSettings, sgd
 from pipar.nn.shared_part import SharedServerPart
-from pipar.tasks.task import classification
+from pipar.tasks.losses import ElementLoss
+from pipar.tasks.task import Task, classification
 from pipar.tensors.bodies import tensor_body
+from pipar.tensors.inputs import InputForm, TensorForm
 from pipar.wire.messages import Kind, Message
 from tests.support.labels import label_bytes
 
@@ -196,4 +198,39 @@ def test_the_shape_of_one_devices_activations_does_not_bind_the_next_device() ->
         message = Message(Kind.ACTIVATION, 1, 1, 1, 6, 6, body)
         activation = part.backward(part.forward(part.decode(message, "raw")))
         part.encode(activation, "raw", (1, 1, 1, f"device-{size}"))
+        part.step()
+
+
+NUMBER = InputForm((TensorForm((1,), torch.float32),))
+HONEST = {"sgd": sgd(0.05, momentum=0.9), "faster": sgd(0.5), "adamw": OptimizerSettings("adamw", 0.01)}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("scale", [1.0, 10.0])
+@pytest.mark.parametrize("name", HONEST)
+def test_no_honest_device_is_refused_in_its_turn_if_each_has_samples_of_one_class(
+    name: str, scale: float, devices: int
+) -> None:
+    """Each trains until it knows its class well; then the gradients of the next one are far larger."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    part = SharedServerPart(module, HONEST[name], task=classification(4))
+    for epoch in (1, 2, 3):
+        for device in range(devices):
+            for iteration in range(20):
+                inputs, targets = torch.randn(10, 8).relu() * scale**device, torch.full((10,), device)
+                activation = part.backward(part.forward(Decoded(inputs, targets, 10, 10)))
+                part.encode(activation, "raw", (epoch, iteration, 1, f"device-{device}"))
+                part.step()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_adam_takes_gradients_far_above_the_weights_if_all_devices_have_such() -> None:
+    torch.manual_seed(0)
+    part = SharedServerPart(nn.Linear(4, 1), OptimizerSettings("adam", 0.1), task=Task(ElementLoss("mse"), NUMBER))
+    for device in "aab":
+        inputs, targets = torch.randn(10, 4), torch.full((10, 1), 5000.0)
+        activation = part.backward(part.forward(Decoded(inputs, targets, 10, 10)))
+        part.encode(activation, "raw", (1, 1, 1, device))
         part.step()

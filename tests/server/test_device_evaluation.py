@@ -7,14 +7,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.server_world import EPOCH_BY_HAND, Outcome, ScriptedLearner, by_hand, honest, train
+from support.server_world import (
+    EPOCH_BY_HAND,
+    Outcome,
+    ScriptedLearner,
+    activation,
+    by_hand,
+    end_epoch,
+    hello,
+    honest,
+    model,
+    scripted,
+    trace,
+    train,
+)
 
+from pipar.errors import LinkError
 from pipar.events import Lost, Scores
 from pipar.launch.sizes_only import SizesOnlyEvaluation
 from pipar.server.device_evaluation import DeviceEvaluation
 from pipar.server.device_messages import Introduction
 from pipar.server.device_scores import mean_over_devices, worst_decile
 from pipar.server.expected_scores import ExpectedScores
+from pipar.transport.channel import Channel
 from pipar.wire.messages import Kind, Message, json_body
 
 TRAINED = EPOCH_BY_HAND[: EPOCH_BY_HAND.index(Kind.REPORT)]
@@ -132,13 +147,53 @@ def test_a_device_that_has_not_answered_in_time_is_not_asked_again_before_it_has
     assert asyncio.run(refusals()) == ["it has not answered for an earlier model yet", None]
 
 
+def epochs_asked(outcome: Outcome) -> list[int]:
+    """Return the epochs whose models device b was asked to evaluate, or was too late for."""
+    rows = [(result.epoch, result.device_metrics) for result in outcome.results]
+    return [epoch for epoch, row in rows if "b" in row["devices"] or "did not answer" in row["missing"]["b"]]
+
+
+def test_a_device_that_is_lost_while_its_model_is_packed_is_not_waited_for() -> None:
+    async def answer() -> str:
+        session = ExpectedScores(Introduction("b", 9, evaluation_samples=4))
+        session.fail(LinkError("no power"))
+        return str(session.expect(1).exception())
+
+    assert asyncio.run(answer()) == "it was lost during the evaluation: no power"
+
+
+def test_a_device_that_is_always_late_holds_up_ever_fewer_rounds() -> None:
+    """It answers as soon as it is no longer waited for, and would be asked again for the next model."""
+
+    async def late(channel: Channel) -> None:
+        channel.post(hello("b", evaluation=4))
+        while (message := await channel.receive()).kind is not Kind.STOP:
+            epoch = message.epoch
+            if message.kind is Kind.ROUND:
+                for n in (1, 2):
+                    channel.post(activation(n=n, epoch=epoch))
+                channel.post(end_epoch(epoch))
+                channel.post(model(epoch))
+            elif message.kind is Kind.EVALUATE:
+                await asyncio.sleep(150.0)
+                channel.post(scores(epoch))
+            elif message.kind is Kind.REPORT:
+                channel.post(trace(epoch))
+
+    lives = [honest("a", evaluation=Scored(5)), scripted(late, "b")]
+    outcome = train(lives, learner=Measuring, epochs=12, round_deadline_s=100.0)
+    assert epochs_asked(outcome) == [1, 4, 9, 12]
+    assert [sorted(counted) for counted in outcome.counted] == [["a", "b"]] * 12
+
+
 @pytest.mark.parametrize(("rate_bps", "limit_s"), [(8e6, 72.0), (1e5, 230.0), (1.0, 230.0)])
 def test_no_device_makes_the_others_wait_longer_by_taking_its_model_slowly(rate_bps: float, limit_s: float) -> None:
     async def limit() -> float:
         learner: Any = SimpleNamespace(model_bytes=lambda: 1_000_000)
         asked: Any = [SimpleNamespace(channel=SimpleNamespace(rate_bps=lambda _: rate_bps))]
         nothing: Any = None
-        return DeviceEvaluation(learner, nothing, nothing, None)._limit_s(asked, 1, round_s=2.0)
+        training: Any = SimpleNamespace(round_deadline_s=None, epochs=1)
+        return DeviceEvaluation(learner, nothing, nothing, training)._limit_s(asked, 1, round_s=2.0)
 
     assert asyncio.run(limit()) == limit_s
 

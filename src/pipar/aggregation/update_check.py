@@ -22,10 +22,12 @@ State = Mapping[str, Tensor]
 #: Weights below this mean size, such as those that start at 0, count as this large when a change is compared with them.
 _SMALL_WEIGHT = 0.2
 #: The largest change of all weights in a round, relative to them. That of a training that learns is below 2.
-_LARGEST_CHANGE = 10.0
-_LARGEST_ALONE = 1e6  # while there is no other device to compare with
-#: A larger change may be as large as this many times the median of the others' changes: all may diverge together.
-_UNUSUAL_FACTOR = 30.0
+_LARGEST_CHANGE = 100.0
+#: While there is no other device to compare with. In float32, another device can still train with such weights.
+_LARGEST_ALONE = 1e9
+#: A larger change may be as large as this many times the median of the others' changes: all may diverge together, or
+#: their targets are far from 0. A device with more samples takes more steps, so its change may be larger by as much.
+_UNUSUAL_FACTOR = 100.0
 #: How far above those of other devices the statistics of batch normalisation, and other buffers, may be.
 _LARGEST_BUFFER = 1e3
 _LARGEST_VARIANCE = 1e6
@@ -41,6 +43,7 @@ _REMEMBERED = 16
 class _Update:
     """What a device's model differs by from the global one."""
 
+    samples: int  # that it trained on in the round
     change: float  # the norm over all trained weights
     size: float  # the norm of the global weights
     buffers: dict[str, float]  # the largest magnitude in each floating-point buffer
@@ -58,7 +61,7 @@ class UpdateCheck:
         """Begin a round; of one that was begun before and did not end, nothing is kept."""
         self._new = {}
 
-    def add(self, device: str, state: State, before: State, parameters: AbstractSet[str]) -> None:
+    def add(self, device: str, state: State, before: State, parameters: AbstractSet[str], samples: int) -> None:
         """Add the model of a device; raise UnusableModelError if it cannot be right, whatever the others are."""
         for name, tensor in state.items():
             if name.endswith(_BATCHES) and not _counts_up(before[name], tensor):
@@ -66,6 +69,7 @@ class UpdateCheck:
                     device, f"{device} returned a model whose {name} is not that of a training that went on."
                 )
         self._new[device] = _Update(
+            samples,
             _distance((state[name], before[name]) for name in parameters if name in state),
             max(_size(before, parameters), _SMALL_WEIGHT * math.sqrt(_count(before, parameters))),
             {name: float(tensor.abs().max()) for name, tensor in state.items() if _is_buffer(name, tensor, parameters)},
@@ -82,8 +86,8 @@ class UpdateCheck:
                     device,
                     f"The model that {device} returned differs by {own.change:.3g} from the global model, and at most "
                     f"{self._largest_change(device, own):.3g} is allowed: those of other devices differ far less. "
-                    "Unless the device is faulty, the training has diverged: a smaller optimizer.learning_rate may "
-                    "help.",
+                    "Unless the device is faulty, its training has diverged, for which a smaller "
+                    "optimizer.learning_rate may help, or its data are scaled in another way.",
                 )
             self._check_buffers(device, own)
 
@@ -95,7 +99,8 @@ class UpdateCheck:
         others = self._others(device)
         if not others:
             return _LARGEST_ALONE * own.size
-        return max(_LARGEST_CHANGE * own.size, _UNUSUAL_FACTOR * median(other.change for other in others))
+        usual = median(other.change * max(1.0, own.samples / other.samples) for other in others)
+        return max(_LARGEST_CHANGE * own.size, _UNUSUAL_FACTOR * usual)
 
     def _check_buffers(self, device: str, own: _Update) -> None:
         others = self._others(device)

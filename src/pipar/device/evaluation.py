@@ -29,6 +29,11 @@ class OwnEvaluation:
     channel: Channel
     wait: WaitRecorder
 
+    @property
+    def is_offered(self) -> bool:
+        """Whether the device can evaluate whole models."""
+        return self.samples is not None and self.samples.lack_of_memory(None) is None
+
     def introduction(self) -> dict[str, Any]:
         """Return what HELLO says of it: the number of samples, or why the device cannot evaluate."""
         if self.samples is None:

@@ -93,9 +93,10 @@ class Commands(asyncio.Queue[Message]):
 class Intake:
     """Limits what arrives over a device's channel: small messages at first, then what its orders need."""
 
-    def __init__(self, channel: Channel, terms: Terms | None) -> None:
+    def __init__(self, channel: Channel, terms: Terms | None, *, evaluates: bool = True) -> None:
         self._channel = channel
         self._terms = terms
+        self._evaluates = evaluates  # it has offered to evaluate whole models
         self._orders: Orders | None = None  # with the last plan that has arrived, followed or not
         self._model_bytes = self._state_bytes = self._gradient_bytes = self._network_bytes = SMALL_BODY_BYTES
         channel.limit(self._most_bytes)
@@ -124,6 +125,8 @@ class Intake:
             self._terms.check(orders)
             part_bytes = self._terms.part_bytes[orders.plan.split_point - 1] + SMALL_BODY_BYTES
             self._network_bytes = self._terms.part_bytes[-1] + SMALL_BODY_BYTES
+        if not self._evaluates:
+            self._network_bytes = SMALL_BODY_BYTES
         self._orders, self._model_bytes = orders, part_bytes
         self._state_bytes = part_bytes * self._state_copies if orders.keep_state else SMALL_BODY_BYTES
         kept = _MOST_UNACKNOWLEDGED_BATCHES * orders.plan.micro_batches + _MOST_UNACKNOWLEDGED

@@ -69,8 +69,9 @@ class Device:
         self._observe = observe
         self._loop = asyncio.get_running_loop()
         self._wait = WaitRecorder(recorder)
-        self._intake, self._commands = Intake(channel, equipment.terms), Commands()
         self._evaluation = OwnEvaluation(equipment.evaluation, lanes, channel, self._wait)
+        self._intake = Intake(channel, equipment.terms, evaluates=self._evaluation.is_offered)
+        self._commands = Commands()
         self._heartbeat = Heartbeat(channel)
         self._training: asyncio.Task[None] | None = None  # the current epoch
         self._recalled: int | None = None  # the epoch whose activations the server has kept

@@ -406,7 +406,7 @@ class _ReturnedModels:
         for back in self.ordered:
             state = self._state(back)
             if self.updates is not None:
-                self.updates.add(back.device, state, self.before, self.parameters)
+                self.updates.add(back.device, state, self.before, self.parameters, back.samples)
                 if back is self.ordered[-1]:
                     self.updates.check()
             yield DeviceModel(back.device, state, back.samples)

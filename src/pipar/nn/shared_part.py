@@ -20,13 +20,19 @@ from pipar.wire.messages import Body
 
 #: Weights below this mean size, such as those that start at 0, count as this large when a step is compared with them.
 _SMALL_WEIGHT = 0.2
-#: The largest steps, relative to the weights. Those of a training that learns are below 0.05.
+#: The largest steps, relative to the weights.
 _LARGEST_STEP = 100.0  # of any device: all of them may diverge together
 _LARGEST_FIRST_STEP = 1.0  # while no other device has made one to compare with
-_USUAL_STEP = 0.1  # larger ones are compared with other devices' gradients
+_USUAL_STEP = 1.0  # larger ones are compared with other devices' gradients
+#: The same for gradients of optimisers that scale them, where a gradient says little about the step.
+_LARGEST_SCALED = 1e6
 #: How far the means of batch normalisation may grow in one round.
 _LARGEST_MEAN = 1000.0
-#: A gradient, or a batch's mean, of this many times the median of other devices' latest ones is unusual.
+#: A gradient of this many times the median of other devices' largest ones, in the last two rounds of each, is unusual.
+#: A device that comes first in its turn may have learned its own classes well, so its latest gradients say nothing.
+_UNUSUAL_GRADIENT = 100.0
+_ROUNDS = 2
+#: The same for a batch's mean, and the largest of their latest ones.
 _UNUSUAL_FACTOR = 30.0
 #: The same for a batch's statistics; a variance is the square of a deviation.
 _UNUSUAL = {"running_mean": _UNUSUAL_FACTOR, "running_var": _UNUSUAL_FACTOR**2}
@@ -46,15 +52,15 @@ class SharedServerPart(TorchServerPart):
     trusts_devices = False
 
     def _prepare(self) -> None:
-        self._device = ""  # whose batch is being trained
-        self._gradients: dict[str, deque[float]] = {}  # by device: norms of the last ones that counted
+        self._epoch, self._device = 0, ""  # whose batch is being trained
+        self._gradients: dict[str, dict[int, float]] = {}  # by device and epoch: the largest norm that counted
         self._statistics: dict[str, deque[dict[str, float]]] = {}  # by device: those of the last batches that counted
         self._kept_buffers: dict[str, torch.Tensor] = {}  # as they were after the last whole batch
         self._keep_buffers()
         self._largest_buffers = self._measured_buffers()  # the largest values at the start of the round
 
     def encode(self, activation: Activation, encoding: str, place: Place = ()) -> Body:
-        self._device = str(place[3]) if len(place) > 3 else ""
+        self._epoch, self._device = (int(place[0]), str(place[3])) if len(place) > 3 else (0, "")
         return super().encode(activation, encoding, place)
 
     def step(self, at: StepCount = FIRST_STEP, others: float = 0.0) -> None:
@@ -65,10 +71,15 @@ class SharedServerPart(TorchServerPart):
         self._check_buffers()
         statistics = self._check_statistics()
         super().step(at, others)
-        self._gradients.setdefault(self._device, deque(maxlen=_BATCHES)).append(gradient)
+        self._note_gradient(gradient)
         self._statistics.setdefault(self._device, deque(maxlen=_BATCHES)).append(statistics)
         self._takes = None  # the next batch is another device's, which must not be held to this one's shape
         self._keep_buffers()
+
+    def _note_gradient(self, gradient: float) -> None:
+        known = self._gradients.get(self._device, {})
+        known[self._epoch] = max(gradient, known.get(self._epoch, 0.0))
+        self._gradients[self._device] = {epoch: known[epoch] for epoch in sorted(known)[-_ROUNDS:]}
 
     def _check_weights(self) -> float:
         """Return the norm of the gradient, or raise if its step would leave weights that others cannot train with."""
@@ -95,11 +106,15 @@ class SharedServerPart(TorchServerPart):
         steps = self._steps
         if steps is None:
             return 0.0
-        if self._optimizer.name != "sgd" or self._optimizer.factory is not None:
+        if self._scales_gradients:
             return gradient
         velocity = _norm(self.optimizer_state().values())
         moved = gradient + steps.largest("momentum") * velocity + steps.largest("weight_decay") * size
         return steps.largest("lr") * moved
+
+    @property
+    def _scales_gradients(self) -> bool:
+        return self._optimizer.name != "sgd" or self._optimizer.factory is not None
 
     def _largest_step(self, gradient: float) -> float:
         """Return the largest step, relative to the weights, that a batch with this gradient may make.
@@ -107,10 +122,12 @@ class SharedServerPart(TorchServerPart):
         A device whose gradient is far above the others' ruins the model for them. If all gradients are large, the
         training diverges, and no device is to blame.
         """
-        others = [max(norms) for device, norms in self._gradients.items() if device != self._device]
-        if not others:
-            return _LARGEST_FIRST_STEP
-        return _LARGEST_STEP if gradient <= _UNUSUAL_FACTOR * median(others) else _USUAL_STEP
+        others = [max(norms.values()) for device, norms in self._gradients.items() if device != self._device]
+        if others and gradient > _UNUSUAL_GRADIENT * median(others):
+            return _USUAL_STEP
+        if self._scales_gradients:
+            return _LARGEST_SCALED
+        return _LARGEST_STEP if others else _LARGEST_FIRST_STEP
 
     def _check_buffers(self) -> None:
         """Raise if the batch's statistics overflow, or are far above those at the start of the round."""

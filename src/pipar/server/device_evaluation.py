@@ -1,6 +1,7 @@
 """The evaluation of a new global model on the devices, between two rounds.
 
 No round is lost: a device that does not answer in time has no values, and is not asked again before it has answered.
+All others wait for it, so each time it is late, twice as many rounds pass before it is asked again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pipar.execution.lanes import Lanes
 from pipar.execution.work import Work
 from pipar.server.device_messages import EvaluationAnswer
 from pipar.server.device_scores import mean_over_devices, worst_decile
-from pipar.server.interfaces import Learner
+from pipar.server.interfaces import Learner, Training
 from pipar.server.plan_updates import PlanUpdates
 from pipar.server.session import Session
 from pipar.server.timeouts import SLOWEST_BPS
@@ -31,13 +32,15 @@ _Asked = dict[Session, "asyncio.Future[EvaluationAnswer]"]
 class DeviceEvaluation:
     """Sends models to evaluate, and collects the scores."""
 
-    def __init__(self, learner: Learner, lanes: Lanes, plans: PlanUpdates, deadline_s: float | None) -> None:
+    def __init__(self, learner: Learner, lanes: Lanes, plans: PlanUpdates, training: Training) -> None:
         self._learner = learner
         self._lanes = lanes
         self._plans = plans
-        self._deadline_s = deadline_s
+        self._deadline_s, self._last_epoch = training.round_deadline_s, training.epochs
         self._loop = asyncio.get_running_loop()
         self._running: asyncio.Task[DeviceScores] | None = None
+        self._late: dict[str, int] = {}  # by device, in all its sessions: how often it did not answer in time
+        self._asked_from: dict[str, int] = {}  # the epoch of the next model that such a device is sent
 
     async def start(self, epoch: int, group: Sequence[Session], round_s: float) -> asyncio.Task[DeviceScores] | None:
         """Ask these devices to evaluate the current model, if any of them can; return the task that collects scores.
@@ -50,7 +53,7 @@ class DeviceEvaluation:
         began_at, missing = self._loop.time(), {}
         asked: _Asked = {}
         for session in group:
-            refusal = self._refusal(session)
+            refusal = self._refusal(session, epoch)
             if refusal is None:
                 asked[session] = await self._ask(session, epoch)
             else:
@@ -64,9 +67,11 @@ class DeviceEvaluation:
         if self._running is not None:
             await asyncio.wait([self._running])
 
-    def _refusal(self, session: Session) -> str | None:
+    def _refusal(self, session: Session, epoch: int) -> str | None:
         if session.is_over:
             return "it was lost"
+        if epoch < min(first := self._asked_from.get(session.device, 0), self._last_epoch):
+            return f"it was too late before: it is asked again for epoch {first}"
         if self._plans.orders(session.device).protects:
             return "updates get noise, and scores would be sent without it"
         return session.evaluation.refusal
@@ -105,6 +110,7 @@ class DeviceEvaluation:
                 found = _read(answer, names)
             else:
                 session.evaluation.give_up()
+                self._postpone(session.device, epoch)
                 found = f"it did not answer within {limit_s:.3g} s"
             if isinstance(found, str):
                 missing[session.device] = found
@@ -123,6 +129,10 @@ class DeviceEvaluation:
             up,
             down,
         )
+
+    def _postpone(self, device: str, epoch: int) -> None:
+        self._late[device] = self._late.get(device, 0) + 1
+        self._asked_from[device] = epoch + 1 + 2 ** self._late[device]
 
 
 def _read(answer: asyncio.Future[EvaluationAnswer], names: Mapping[str, bool]) -> dict[str, float] | str:

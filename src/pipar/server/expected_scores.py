@@ -22,11 +22,14 @@ class ExpectedScores:
         self.has_frozen = False  # it was sent the parameters that are not trained
         self._epoch = 0
         self._answer: asyncio.Future[EvaluationAnswer] | None = None
+        self._end: LinkError | None = None  # why no answer can come any more
 
     def expect(self, epoch: int) -> asyncio.Future[EvaluationAnswer]:
         """Return the device's answer to a model of an epoch, to come."""
         self.has_frozen = True
         self._epoch, self._answer = epoch, asyncio.get_running_loop().create_future()
+        if self._end is not None:  # the device was lost while its model was packed
+            self._answer.set_exception(self._end)
         return self._answer
 
     def give_up(self) -> None:
@@ -54,5 +57,6 @@ class ExpectedScores:
 
     def fail(self, reason: Exception) -> None:
         """The session is over: no answer will come."""
+        self._end = LinkError(f"it was lost during the evaluation: {reason}")
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(LinkError(f"it was lost during the evaluation: {reason}"))
+            self._answer.set_exception(self._end)

@@ -66,7 +66,7 @@ class Server:
         )
         self._participants = Participants(training, learner, enrolment, membership, plans, pool, services.observe)
         self._validation = Validation(learner, training.validation, lanes.background, services)
-        self._evaluation = DeviceEvaluation(learner, lanes.evaluation or pool, plans, training.round_deadline_s)
+        self._evaluation = DeviceEvaluation(learner, lanes.evaluation or pool, plans, training)
         self._exchange = ModelExchange(learner, pool, plans, self._validation)
         self._replicas = SharedReplica(learner, pool, method) if method.shares_server_model else Replicas(learner, pool)
         self._progress = progress = ProgressReporter(membership, lanes.recorder, services.observe)
