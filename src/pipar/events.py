@@ -283,6 +283,15 @@ class DevicesEvaluated:
 
 
 @dataclass(frozen=True)
+class NotEvaluated:
+    """The evaluation of a model failed on a device, for example in a metric of the user's; it has no values."""
+
+    device: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class RoundRestarted:
     """No device counts in a round: the model of the previous round is restored, and the round is trained again."""
 
@@ -501,6 +510,7 @@ Event = (
     | RoundOver
     | Drawn
     | DevicesEvaluated
+    | NotEvaluated
     | EquivalenceChanged
     | RoundRestarted
     | BudgetSpent

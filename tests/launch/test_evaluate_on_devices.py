@@ -21,9 +21,10 @@ import pipar
 from pipar.data.images import Images
 from pipar.errors import PiparError
 from pipar.events import DevicesEvaluated, EpochResult, Event, ignore
-from pipar.execution.spans import COMPUTE, EVALUATION, IO
+from pipar.execution.spans import COMPUTE, EVALUATION, IO, EpochTrace, Span, with_one_evaluation
 from pipar.job.workload import Workload
 from pipar.launch.virtual import train_timing_only, train_virtually
+from pipar.profiling.memory import BASE_BYTES
 from pipar.settings.config_file import config_from
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -142,6 +143,13 @@ def test_evaluation_changes_neither_weights_nor_the_figures_of_the_round(method:
     check_against_plain_pytorch(with_it, case.workload(None, data, evaluation))
 
 
+def test_a_trace_has_one_span_for_all_batches_of_an_evaluation() -> None:
+    spans = [Span("a", EVALUATION, "validate", 1, 0, 0, start, start + 1.0) for start in (1.0, 2.0, 4.0)]
+    training = Span("a", COMPUTE, "validate", 1, 0, 0, 0.0, 5.0, waiting=True)
+    (first, joined) = with_one_evaluation(EpochTrace("a", 1, {}, [training, *spans])).spans
+    assert (first, joined.start, joined.end) == (training, 1.0, 5.0)
+
+
 @pytest.mark.slow
 def test_evaluation_has_spans_of_its_own_between_the_rounds() -> None:
     trained = train_workload(Case("pipar", (2,), (3,), **SMALL).workload())
@@ -191,6 +199,15 @@ def test_a_timing_only_run_has_the_times_and_no_values() -> None:
     assert timed["seconds"] == pytest.approx(trained["seconds"], rel=0.2)
 
 
+def test_a_timing_only_run_knows_which_devices_lack_memory() -> None:
+    workload = Case("pipar", (2,), (3,), **SMALL).workload()
+    job = make_job(workload)
+    specs = [replace(spec, memory_bytes=BASE_BYTES) for spec in job.specs]
+    epochs: list[EpochResult] = []
+    train_timing_only(replace(job, specs=specs), lambda result, _: epochs.append(result), ignore)
+    assert set(epochs[0].device_metrics["missing"]) == set(workload.names)
+
+
 @pytest.mark.slow
 def test_real_processes_and_virtual_time_evaluate_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
@@ -217,7 +234,9 @@ def test_the_best_model_can_go_by_the_mean_over_devices(
     result = pipar.run(tree, world="virtual", settings=more, progress=False)
     means = [epoch["device_metrics"]["mean"][name] for epoch in result.epochs]
     best = (min if name == "loss" else max)(means)
-    assert result.content["kept_epoch"] == 1 + means.index(best)
+    kept = result.content["kept_epoch"]
+    assert kept == 1 + means.index(best)
+    assert result.device_metrics == result.epochs[kept - 1]["device_metrics"]
 
 
 # --- bad input
@@ -264,6 +283,16 @@ def test_bad_evaluation_datasets_are_refused_in_one_sentence(tmp_path: Path) -> 
     said = refused(tmp_path, evaluation_datasets=[*sets[:2], other], **data)
     assert "the evaluation data of phone-c has samples of shape 1x6x6" in said
     assert "timing-only" in refused(tmp_path, ON, "run.monitor=devices/loss", "run.patience=2", world="timing-only")
+
+
+@pytest.mark.parametrize("name", ["samples", "loss", "accuracy"])
+def test_a_metric_of_the_users_cannot_take_the_place_of_another_value(tmp_path: Path, name: str) -> None:
+    said = refused(tmp_path, ON, metrics={name: lambda _output, _targets: 50.0})
+    assert f"The metric '{name}' has the name of a value" in said
+
+
+def test_the_named_accuracy_is_the_mean_over_classes_and_does_not_replace_that_of_samples(tmp_path: Path) -> None:
+    assert "The metric 'accuracy' has the name of a value" in refused(tmp_path, ON, 'task.metrics=["accuracy"]')
 
 
 PAIRS = """

@@ -34,6 +34,7 @@ from pipar.events import (
     Left,
     Listening,
     Lost,
+    NotEvaluated,
     NotKept,
     Pictured,
     Preparing,
@@ -176,6 +177,10 @@ SAID: list[tuple[Event, str]] = [
     (SaveFailed(7, "no space left on device"), "error: round 7 could not be saved: no space left on device"),
     (Replanned(8, PLANS), "new plans from round 8 on: pi-1 P=1 N=9 1f1b(4) planes/sparse"),
     (Replanned(8, PLANS, "pi-2 left"), "new plans from round 8 on (pi-2 left): pi-1 P=1 N=9 1f1b(4) planes/sparse"),
+    (
+        NotEvaluated("pi-1", 7, "ValueError: only one class"),
+        "warning: pi-1 could not evaluate the model of round 7: ValueError: only one class",
+    ),
     (
         NotKept("a", "they take 2.0 GiB, and 1.0 GiB are allowed"),
         "warning: the activations of a are the same in every epoch, but are not kept: they take 2.0 GiB, and 1.0 GiB "

@@ -23,7 +23,7 @@ from support.server_world import (
 )
 
 from pipar.errors import LinkError
-from pipar.events import Lost, Scores
+from pipar.events import Event, Lost, NotEvaluated, Scores
 from pipar.launch.sizes_only import SizesOnlyEvaluation
 from pipar.server.device_evaluation import DeviceEvaluation
 from pipar.server.device_messages import Introduction
@@ -119,6 +119,8 @@ def test_a_device_without_evaluation_samples_is_listed_beside_others() -> None:
         ({"values": [1.0]}, "no values on the device's 4 evaluation samples"),
         ({"values": {"loss": "low"}}, "it has to be a number"),
         ({"values": {"loss": True}}, "it has to be a number"),
+        ({"values": {"loss": 1.0, "accuracy": 1e300}}, "it has to be a share"),
+        ({"values": {"accuracy": -0.5}}, "it has to be a share"),
         ({"values": {str(n): 1.0 for n in range(2000)}}, "no values on the device's 4 evaluation samples"),
     ],
 )
@@ -133,6 +135,32 @@ def test_scores_that_nobody_asked_for_end_the_session() -> None:
     outcome = train([honest("a"), by_hand(Kind.ROUND, scores(), Kind.STOP)], learner=Measuring)
     assert "the server has sent no such model to evaluate" in str(outcome.lives[1])
     assert sorted(outcome.counted[0]) == ["a"]
+
+
+def test_devices_that_all_lack_memory_are_listed() -> None:
+    lacking = [by_hand(*TRAINED, *AFTERWARDS, name=name, no_evaluation="too small") for name in "ab"]
+    outcome = train(lacking, learner=Measuring)
+    assert outcome.results[0].device_metrics["missing"] == {"a": "too small", "b": "too small"}
+
+
+class Failing(Scored):
+    """Has a metric that cannot be computed on its samples."""
+
+    def __call__(self, batch: None, /) -> None:  # noqa: ARG002
+        raise ValueError("no sample of class 7")
+
+
+def test_a_device_on_which_the_evaluation_fails_trains_on_and_keeps_the_text_of_the_error() -> None:
+    seen: list[Event] = []
+    failing = honest("b", evaluation=Failing(4), observe=seen.append)
+    outcome = train([honest("a", evaluation=Scored(5)), failing], learner=Measuring, epochs=2)
+    assert outcome.failure is None
+    assert [sorted(counted) for counted in outcome.counted] == [["a", "b"], ["a", "b"]]
+    for result in outcome.results:
+        assert result.device_metrics["missing"] == {"b": "the evaluation failed on it: ValueError"}
+    assert [event for event in seen if isinstance(event, NotEvaluated)] == [
+        NotEvaluated("b", 1, "ValueError: no sample of class 7")
+    ]
 
 
 def test_a_device_that_has_not_answered_in_time_is_not_asked_again_before_it_has() -> None:

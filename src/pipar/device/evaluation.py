@@ -13,7 +13,8 @@ from typing import Any
 from pipar.device.interfaces import DeviceLanes, EvaluationSamples
 from pipar.device.model import DeviceSideModel
 from pipar.device.pipeline import WaitRecorder
-from pipar.errors import ProtocolError
+from pipar.errors import PiparError, ProtocolError, describe
+from pipar.events import NotEvaluated, Observer
 from pipar.execution.work import Work
 from pipar.transport.channel import Channel
 from pipar.wire.messages import Kind, Message, json_body
@@ -28,6 +29,8 @@ class OwnEvaluation:
     lanes: DeviceLanes
     channel: Channel
     wait: WaitRecorder
+    observe: Observer
+    name: str
 
     @property
     def is_offered(self) -> bool:
@@ -52,6 +55,12 @@ class OwnEvaluation:
             evaluate = asyncio.ensure_future(self._scores(self.samples, message, model))
             try:
                 content = await self.wait.for_result("validate", evaluate, message.epoch, 0)
+            except PiparError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a metric may fail on the samples of one device
+                self.observe(NotEvaluated(self.name, message.epoch, describe(error)))
+                # Its text stays here: it may contain samples.
+                content = {"refusal": f"the evaluation failed on it: {type(error).__name__}"}
             finally:
                 evaluate.cancel()
         self.channel.post(Message(Kind.SCORES, message.epoch, body=json_body(content)))

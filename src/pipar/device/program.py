@@ -32,7 +32,7 @@ from pipar.errors import (
 from pipar.events import Observer, Progress, Trained, Welcomed, ignore
 from pipar.execution.clock import clock_machine
 from pipar.execution.schedule import device_order
-from pipar.execution.spans import Clock, Recorder, pack_trace
+from pipar.execution.spans import Clock, Recorder, pack_trace, with_one_evaluation
 from pipar.execution.work import Work
 from pipar.json_records import is_number
 from pipar.privacy.budget import BudgetUse
@@ -69,7 +69,7 @@ class Device:
         self._observe = observe
         self._loop = asyncio.get_running_loop()
         self._wait = WaitRecorder(recorder)
-        self._evaluation = OwnEvaluation(equipment.evaluation, lanes, channel, self._wait)
+        self._evaluation = OwnEvaluation(equipment.evaluation, lanes, channel, self._wait, observe, name)
         self._intake = Intake(channel, equipment.terms, evaluates=self._evaluation.is_offered)
         self._commands = Commands()
         self._heartbeat = Heartbeat(channel)
@@ -235,8 +235,8 @@ class Device:
         return self._sent if kept == self._sent and orders.keeps_activations and not varies else None
 
     def _report_trace(self, epoch: int) -> None:
-        trace = pack_trace(replace(self._recorder.take(epoch), clock=self._clock))
-        self._channel.post(Message(Kind.TRACE, epoch, body=Body.of(trace, encoding="trace")))
+        trace = with_one_evaluation(replace(self._recorder.take(epoch), clock=self._clock))
+        self._channel.post(Message(Kind.TRACE, epoch, body=Body.of(pack_trace(trace), encoding="trace")))
 
     # --- a round
 

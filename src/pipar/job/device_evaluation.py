@@ -16,13 +16,11 @@ from pipar.errors import ProtocolError
 from pipar.job.held_out import batches_without_noise
 from pipar.nn.device_part import TorchDevicePart
 from pipar.nn.learner import Batches
-from pipar.profiling.memory import evaluation_bytes
-from pipar.profiling.profile import Profile
+from pipar.profiling.memory import Memory
 from pipar.tasks.evaluation import Evaluator
 from pipar.tasks.metrics import NamedMetric
 from pipar.tasks.task import Task
 from pipar.tensors.bodies import read_state
-from pipar.units import format_bytes
 from pipar.wire.messages import Body
 from pipar.wire.orders import Orders
 
@@ -59,24 +57,6 @@ class Judgement:
     task: Task
     metrics: Sequence[NamedMetric]
     dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The memory of a device's process, and what the network takes on it; None where there is no limit."""
-
-    profile: Profile | None = None
-    size_bytes: int | None = None
-
-    def lack(self, samples: int, orders: Orders | None) -> str | None:
-        """Return why the whole network does not fit beside the training, with the smallest part without orders."""
-        if self.profile is None or self.size_bytes is None:
-            return None
-        if len(self.profile.layers) == self.profile.network_layers:
-            part, batch = (1, 1) if orders is None else (orders.plan.split_point, min(samples, orders.batch_size))
-            if evaluation_bytes(self.profile, part, batch) <= self.size_bytes:
-                return None
-        return f"the whole network does not fit into its memory of {format_bytes(self.size_bytes)}"
 
 
 class HeldOutSamples:

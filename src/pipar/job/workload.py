@@ -28,7 +28,7 @@ from pipar.data.partition import device_sizes, held_out_rows
 from pipar.data.shard import SamplePrivacy, Shard
 from pipar.errors import ConfigError, DataError, ModelError
 from pipar.events import Observer, ignore
-from pipar.job.device_evaluation import HeldOutSamples, Judgement, Memory, Outline
+from pipar.job.device_evaluation import HeldOutSamples, Judgement, Outline
 from pipar.job.held_out import evaluation_batches
 from pipar.job.own_function import OWN
 from pipar.job.own_network import OwnNetworkCutter
@@ -44,6 +44,7 @@ from pipar.networks.models import (
 from pipar.nn.learner import Batches
 from pipar.nn.optimizers import OptimizerSettings, ParameterGroup
 from pipar.nn.start_weights import load_weights
+from pipar.profiling.memory import Memory
 from pipar.settings.config import Config, check_private_evaluation, device_specs, refuse_cut_points
 from pipar.settings.metrics import is_own, shown_name
 from pipar.tasks.losses import ClassLoss, Loss, OwnLoss, named_loss
@@ -156,6 +157,7 @@ class Workload:
         images = self._evaluation.get(device) if given is None else given[device]
         if images is not None:
             self._refuse_noise()
+            self._refuse_metrics()
         return images
 
     def evaluation_sizes(self) -> dict[str, int]:
@@ -174,6 +176,18 @@ class Workload:
             check_private_evaluation(self.config.privacy)
         except ValueError as error:
             raise ConfigError(f"{error}.") from None
+
+    def _refuse_metrics(self) -> None:
+        """Raise ConfigError if a metric has the name of something else that devices send."""
+        taken = {"samples", "loss", "accuracy"}
+        for name in self.config.task.metrics:
+            if name == "accuracy" and not isinstance(self.loss, ClassLoss):
+                continue  # devices have no other accuracy
+            if shown_name(name) in taken:
+                raise ConfigError(
+                    f"The metric '{shown_name(name)}' has the name of a value that evaluation on devices has anyway: "
+                    "leave it out, or give your own function another name."
+                )
 
     @cached_property
     def _judgement(self) -> Judgement:

@@ -20,7 +20,6 @@ from pipar.device.interfaces import Equipment
 from pipar.errors import ConfigError, DataError
 from pipar.events import Expiring, Observer, Reloaded, Stopping
 from pipar.execution.lanes import ThreadLanes
-from pipar.job.device_evaluation import Memory
 from pipar.job.model_setup import part_builder, part_sizes, seed_dropout
 from pipar.job.prepare import check_schedule
 from pipar.job.profiles import measured_profile
@@ -34,6 +33,7 @@ from pipar.networks.models import uses_batch_statistics
 from pipar.privacy import accounting
 from pipar.privacy.budget import AllowedCuts, PrivacyGuard, PrivacyLimits
 from pipar.privacy.budget_file import BudgetFile, locked
+from pipar.profiling.memory import Memory
 from pipar.profiling.profile import Profile
 from pipar.settings.config import Config, DeviceSection, DeviceSpec
 from pipar.transport.backoff import Backoff

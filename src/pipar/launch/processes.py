@@ -13,7 +13,6 @@ from pipar.errors import InputError
 from pipar.events import Event, Listening, Observer
 from pipar.execution.lanes import ThreadLanes
 from pipar.execution.spans import SERVER
-from pipar.job.device_evaluation import Memory
 from pipar.job.job import Job
 from pipar.job.model_setup import make_learner, part_builder, scores_on_test_set, seed_dropout
 from pipar.job.plans import make_plans
@@ -26,6 +25,7 @@ from pipar.launch.final_model import final_files
 from pipar.launch.rehearsal import rehearse
 from pipar.methods import Plan
 from pipar.planner.background_search import SearchProcess
+from pipar.profiling.memory import Memory
 from pipar.profiling.profile import Profile
 from pipar.recording.recorder import recorded
 from pipar.server.enrolment import ClosedEnrolment

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipar.events import Scores
 from pipar.execution.schedule import StepCount
 from pipar.execution.work import Place
+from pipar.profiling.memory import Memory
 from pipar.profiling.profile import Profile
 from pipar.wire.messages import (
     EMPTY,
@@ -100,8 +101,9 @@ class SizesOnlySamples:
 class SizesOnlyEvaluation:
     """A device's evaluation samples, of which only the number is known; it has no scores."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, memory: Memory | None = None) -> None:
         self._count = count
+        self._memory = memory or Memory()
 
     def __len__(self) -> int:
         return self._count
@@ -118,8 +120,8 @@ class SizesOnlyEvaluation:
     def scores(self) -> Scores:
         return Scores()
 
-    def lack_of_memory(self, orders: Orders | None) -> str | None:  # noqa: ARG002
-        return None
+    def lack_of_memory(self, orders: Orders | None) -> str | None:
+        return self._memory.lack(self._count, orders)
 
 
 class SizesOnlyDevicePart:

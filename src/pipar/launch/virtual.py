@@ -19,6 +19,7 @@ from pipar.planner.background_search import PlanSearch, search_inline
 from pipar.planner.costs import Costs
 from pipar.planner.replanner import Replan
 from pipar.privacy.budget import PrivacyAccountant
+from pipar.profiling.memory import Memory
 from pipar.server.enrolment import ClosedEnrolment
 from pipar.server.interfaces import ModelKeeper
 from pipar.transport.in_memory import memory_pair
@@ -50,7 +51,6 @@ def train_virtually(
     model. No round begins after `should_stop` has returned True.
     """
     # Imports torch, which a timing-only run does without.
-    from pipar.job.device_evaluation import Memory
     from pipar.job.model_setup import deterministic, make_learner, part_builder
 
     learner = learner or make_learner(job, workload)
@@ -69,7 +69,7 @@ def train_virtually(
         best=best,
         should_stop=should_stop,
     )
-    memory = {spec.name: Memory(job.device_profiles[spec.name], spec.memory_bytes) for spec in job.specs}
+    memory = _memory(job)
 
     def evaluation(device: str) -> EvaluationSamples | None:
         return workload.evaluation_samples(device, memory[device])
@@ -117,11 +117,18 @@ def train_timing_only(
         profile, share = job.device_profiles[device], job.server_profile.changes_share
         return lambda orders: SizesOnlyDevicePart(profile, orders.plan.split_point, share, targets=job.target_size)
 
+    memory = _memory(job)
+
     def evaluation(device: str) -> EvaluationSamples | None:
         count = job.evaluation_sizes.get(device)
-        return None if count is None else SizesOnlyEvaluation(count)
+        return None if count is None else SizesOnlyEvaluation(count, memory[device])
 
     run_virtually(_train(job, setup, samples, part_builder, evaluation))
+
+
+def _memory(job: Job) -> dict[str, Memory]:
+    """Return the memory of each device's process."""
+    return {spec.name: Memory(job.device_profiles[spec.name], spec.memory_bytes) for spec in job.specs}
 
 
 async def _train(

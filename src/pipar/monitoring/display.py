@@ -22,6 +22,7 @@ from pipar.events import (
     EquivalenceChanged,
     Event,
     Joined,
+    NotEvaluated,
     NotKept,
     Preparing,
     Refused,
@@ -35,7 +36,7 @@ from pipar.events import (
 )
 from pipar.methods import METHODS, Plan
 from pipar.monitoring.epoch_lines import epoch_header, epoch_line, metrics_text, percent
-from pipar.monitoring.event_text import not_kept_text, refused_text, starting_text
+from pipar.monitoring.event_text import not_evaluated_text, not_kept_text, refused_text, starting_text
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
 from pipar.settings.wording import equivalence, equivalence_text, plans_text
 
@@ -117,6 +118,8 @@ class Display:
             self._print(Text(f"After epoch {event.epoch}, {_weights_text(event.reasons)}", style="dim"), whole=True)
         elif isinstance(event, NotKept):
             self._print(Text(one_line(not_kept_text(event)), style="dim"), whole=True)
+        elif isinstance(event, NotEvaluated):
+            self._print(Text(one_line(not_evaluated_text(event))), whole=True, always=True)
         elif isinstance(event, Refused):
             self._print(Text(one_line(refused_text(event))), whole=True, always=True)
         elif isinstance(event, SaveFailed):

@@ -27,6 +27,7 @@ from pipar.events import (
     Left,
     Listening,
     Lost,
+    NotEvaluated,
     NotKept,
     Pictured,
     Preparing,
@@ -220,6 +221,8 @@ def _about_the_program(event: Event) -> str:
             return event.reason
         case Welcomed():
             return f"{event.device} takes part with plan {event.plan}"
+        case NotEvaluated():
+            return not_evaluated_text(event)
         case Trained():
             samples = f"{_count(event.samples, 'sample')}{_spent(event)}"
             return f"{event.device} finished its part of round {event.epoch}: {samples}"
@@ -256,6 +259,11 @@ def refused_text(event: Refused) -> str:
     """Return which device was refused, and why."""
     again = "; it may try again" if event.again else ""
     return f"{event.device or 'an unknown device'} was refused: {event.reason}{again}"
+
+
+def not_evaluated_text(event: NotEvaluated) -> str:
+    """Return which device has no values of a model, and why."""
+    return f"{event.device} could not evaluate the model of round {event.epoch}: {event.reason}"
 
 
 def not_kept_text(event: NotKept) -> str:

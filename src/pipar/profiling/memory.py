@@ -13,10 +13,13 @@ more bytes per sample in the layer that needs most.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from pipar.execution.schedule import cut_batch
 from pipar.methods import Plan
 from pipar.profiling.profile import SHARES, Profile
+from pipar.units import format_bytes
+from pipar.wire.orders import Orders
 
 #: A device's process without its network: Python, torch with its kernels, grpc, and torch's compiler, which an
 #: optimiser imports. Measured as the resident set of such a process (x86, torch 2.13 for CPUs): 231 MiB after
@@ -61,6 +64,24 @@ def evaluation_bytes(profile: Profile, split_point: int, batch_size: int) -> int
     trained = math.ceil((1 + profile.state_copies) * profile.changing_bytes(1, split_point))
     working = max(layer.working_bytes + layer.output_bytes for layer in profile.layers)
     return BASE_BYTES + whole + trained + batch_size * working
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a device's process, and what the network takes on it; None where there is no limit."""
+
+    profile: Profile | None = None
+    size_bytes: int | None = None
+
+    def lack(self, samples: int, orders: Orders | None) -> str | None:
+        """Return why the whole network does not fit beside the training, with the smallest part without orders."""
+        if self.profile is None or self.size_bytes is None:
+            return None
+        if len(self.profile.layers) == self.profile.network_layers:
+            part, batch = (1, 1) if orders is None else (orders.plan.split_point, min(samples, orders.batch_size))
+            if evaluation_bytes(self.profile, part, batch) <= self.size_bytes:
+                return None
+        return f"the whole network does not fit into its memory of {format_bytes(self.size_bytes)}"
 
 
 def fitting_window(

@@ -48,7 +48,7 @@ class DeviceEvaluation:
         `round_s` is how long the round took: an evaluation may take several times that.
         """
         self._running = None
-        if not any(session.evaluation.samples for session in group):
+        if not any(session.evaluation.is_meant for session in group):
             return None
         began_at, missing = self._loop.time(), {}
         asked: _Asked = {}

@@ -119,6 +119,9 @@ def read_scores(message: Message, samples: int) -> EvaluationAnswer:
     for name, value in values.items():
         if type(value) is not float:
             raise ProtocolError(f"{message} carries {_shown(value)} as {_shown(name)}; it has to be a number.")
+    accuracy = values.get("accuracy", 0.0)  # a metric of the user's may have any value
+    if not 0 <= accuracy <= 1 and not math.isnan(accuracy):
+        raise ProtocolError(f"{message} carries an accuracy of {_shown(accuracy)}; it has to be a share.")
     return EvaluationAnswer(samples, {name: _summable(value) for name, value in values.items()})
 
 

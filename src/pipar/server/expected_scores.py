@@ -17,6 +17,8 @@ class ExpectedScores:
     def __init__(self, introduction: Introduction) -> None:
         self.samples = introduction.evaluation_samples
         self.refusal: str | None = introduction.no_evaluation or None
+        #: It has samples for this, even if it cannot use them.
+        self.is_meant = bool(self.samples or self.refusal)
         if not self.samples and self.refusal is None:
             self.refusal = "it has no samples to evaluate on"
         self.has_frozen = False  # it was sent the parameters that are not trained

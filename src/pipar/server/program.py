@@ -170,7 +170,7 @@ class Server:
         return [session for session in present if not self._draws or session.device in this.samples]
 
     async def _evaluate_everywhere(self, epoch: int) -> None:
-        """Let also the devices that were not drawn for the last round evaluate the final model."""
+        """Let also the devices that were not drawn for the last round evaluate the last model."""
         scores = await self._evaluation.start(epoch, self._membership.welcomed(), self._last_round_s)
         if scores is not None:
             self._observe(DevicesEvaluated(epoch, (await scores).to_dict()))

@@ -64,7 +64,7 @@ class Result:
 
     @property
     def device_metrics(self) -> dict[str, Any]:
-        """The final model on each device's own samples, with mean and worst decile; empty if devices evaluate none.
+        """The kept model on each device's own samples, with mean and worst decile; empty if devices evaluate none.
 
         >>> settings = [*SMALL, "data.evaluate_on_devices=0.2"]
         >>> result = pipar.run(world="virtual", model=model, datasets=datasets, settings=settings)
@@ -74,7 +74,7 @@ class Result:
         return dict(self.content.get("device_metrics") or {})
 
     def device_frame(self) -> pandas.DataFrame:
-        """Return the final model's values on each device's own samples as a DataFrame of pandas, with names as index.
+        """Return the kept model's values on each device's own samples as a DataFrame of pandas, with names as index.
 
         >>> settings = [*SMALL, "data.evaluate_on_devices=0.2"]
         >>> result = pipar.run(world="virtual", model=model, datasets=datasets, settings=settings)

@@ -111,7 +111,7 @@ class RunFolder:
         self.best = BestModel(path, job.config.server.checkpoint_every) if job.config.run.keep == "best" else None
         self._can_be_resumed = has_checkpoints
         self._stopped: str | None = None
-        self._evaluated: dict[str, Any] = {}  # the final model, if only some devices took part in its round
+        self._evaluated: dict[str, Any] = {}  # the last model, if only some devices took part in its round
         self._equivalence = EquivalenceLog(job.plans)
         self._trace = TraceFile(path / "trace.json", in_thread=has_threads)
         self._replanned = PackedRows()
@@ -346,11 +346,11 @@ class RunFolder:
         # Plans that no finished epoch has used are left out: the training may have ended right after they were chosen.
         return [replan for replan in self._replanned if replan["epoch"] <= len(self.epochs)]
 
-    def _device_metrics(self) -> dict[str, Any]:
-        """Return the last model on the devices' own samples; empty if no device evaluates models."""
-        if self._evaluated or not len(self.epochs):
+    def _device_metrics(self, kept: int) -> dict[str, Any]:
+        """Return the kept model on the devices' own samples, or the last one with a result; empty if none evaluates."""
+        if self._evaluated.get("epoch") == kept or not len(self.epochs):
             return self._evaluated
-        return self.epochs[-1].device_metrics
+        return self.epochs[min(kept, len(self.epochs)) - 1].device_metrics
 
     def _result(self, models: Mapping[str, Any]) -> dict[str, Any]:
         job = self._job
@@ -369,7 +369,7 @@ class RunFolder:
             "stopped": self._stopped,
             "epsilon": self.accountant.largest_epsilon(),
             "privacy": self.accountant.as_result(),
-            "device_metrics": self._device_metrics(),
+            "device_metrics": self._device_metrics(models["kept_epoch"]),
             "test_accuracy": None,
             "test_loss": None,
             "test_metrics": {},
