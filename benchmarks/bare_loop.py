@@ -22,7 +22,7 @@ from pipar.settings.config_file import load_config
 from pipar.job.workload import Workload
 torch.set_num_threads(1)
 workload = Workload(load_config(None, sys.argv[1:]))
-shard = workload.keep_only_shard(workload.names[0])
+shard = workload.samples.keep_only_shard(workload.names[0])
 model = workload.build_model().train()
 for epoch in (1, 2):
     optimizer = %s

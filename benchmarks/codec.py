@@ -43,7 +43,7 @@ def _trained_crossing() -> Crossing:
     workload = Workload(
         load_config(None, ["data.name=cifar10", f"data.samples_per_device={_IMAGES}", "devices.count=1"])
     )
-    shard, model = workload.keep_only_shard(workload.names[0]), workload.build_model().train()
+    shard, model = workload.samples.keep_only_shard(workload.names[0]), workload.build_model().train()
     for epoch in range(1, _EPOCHS + 1):
         train(model, workload.optimizer(), shard, epoch)
     return next(crossings(model, shard, _EPOCHS + 1, split_point=1))

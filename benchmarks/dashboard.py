@@ -124,7 +124,7 @@ async def train(
 
     async def live(name: str) -> None:
         reconnector = Reconnector(name, address, partial(connect, address), Backoff.of_device(0, name, clock), ignore)
-        equipment = Equipment(workload.shard(name), part_builder(workload, name), ThreadLanes, profile)
+        equipment = Equipment(workload.samples.shard(name), part_builder(workload, name), ThreadLanes, profile)
         take_part = partial(
             run_device, name, links[name], equipment, reconnector=reconnector, is_real=True, observe=ignore
         )

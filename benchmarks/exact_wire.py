@@ -80,8 +80,8 @@ def _measure_network(case: Case) -> Iterator[dict[str, Any]]:
     """Yield a row for each epoch and split point."""
     settings = ["data.name=cifar10", f"data.samples_per_device={case.images}", f"model.name={case.model}"]
     workload = Workload(load_config(None, [*settings, "devices.count=1"]))
-    shard, model = workload.keep_only_shard(workload.names[0]), workload.build_model().train()
-    after_relu = rectified_cuts(model, workload.input_shape)
+    shard, model = workload.samples.keep_only_shard(workload.names[0]), workload.build_model().train()
+    after_relu = rectified_cuts(model, workload.samples.input_shape)
     for epoch in range(1, max(EPOCHS) + 1):
         loss = train(model, workload.optimizer(), shard, epoch)
         for split_point in case.split_points if epoch in EPOCHS else ():

@@ -113,7 +113,7 @@ async def _train(config_path: Path, log: ServerLog, devices: int, first: int) ->
 
     async def live(name: str) -> None:
         reconnector = Reconnector(name, ADDRESS, partial(connect, ADDRESS), Backoff.of_device(0, name, clock), ignore)
-        equipment = Equipment(workload.shard(name), part_builder(workload, name), ThreadLanes, profile)
+        equipment = Equipment(workload.samples.shard(name), part_builder(workload, name), ThreadLanes, profile)
         take_part = partial(run_device, name, Link(), equipment, reconnector=reconnector, is_real=True, observe=ignore)
         await reconnector.run(take_part)
 

@@ -155,7 +155,7 @@ class Checks:
         """Return the model of a round by the definition of the method, from that of the round before."""
         method, rules = METHODS[self._scenario.method], Rules(self._workload.optimizer(), self._scenario.local_epochs)
         model, before = self._workload.build_model(), self._models[epoch - 1]
-        shards = {name: self._workload.shard(name) for name in (*counted, *partly)}
+        shards = {name: self._workload.samples.shard(name) for name in (*counted, *partly)}
         if not method.shares_server_model:
             return federated_round(model, before, shards, epoch, rules)
         velocity = self._velocities[epoch - 1]

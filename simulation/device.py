@@ -77,7 +77,7 @@ class SimulatedDevice:
         backoff = Backoff.of_device(env.scenario.seed + 1000 * number, self.name, asyncio.get_running_loop().time)
         reconnector = _VisibleReconnector(self, backoff)
         equipment = Equipment(
-            training.workload.shard(self.name),
+            training.workload.samples.shard(self.name),
             poisonable_builder(training.workload, self._takes_poison, self._exaggerates),
             env.lanes(env.scenario.speeds[self.name]),
             training.profile,

@@ -189,7 +189,7 @@ def test_commands_of_units_and_images_find_certificates_and_samples(
     else:
         assert options.server == "training.example.org:50051"
         assert options.security == DeviceSecurity.from_folder(folder, "pi-1")
-        assert len(device_workload(config, options).keep_only_shard("pi-1")) > 0
+        assert len(device_workload(config, options).samples.keep_only_shard("pi-1")) > 0
 
 
 def test_units_are_named_by_their_device() -> None:

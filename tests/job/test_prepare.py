@@ -91,7 +91,7 @@ def test_a_timing_only_run_has_the_samples_of_the_virtual_one(profile: Path, set
 def test_a_timing_only_run_counts_noise_on_the_bytes_that_get_it(profile: Path, privacy: list[str]) -> None:
     workload = Workload(configuration(profile, *privacy))
     jobs = [prepare_timing_only(workload.config, rehearse), prepare(workload, rehearse)]
-    noised = workload.shard(workload.names[0]).noised_bytes
+    noised = workload.samples.shard(workload.names[0]).noised_bytes
     assert noised == (4 * 32 * 32 if privacy else 0)  # of digits
     assert [job.noised_bytes for job in jobs if job is not None] == [noised, noised]
 

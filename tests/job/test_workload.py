@@ -78,7 +78,7 @@ def configuration(**sections: Any) -> dict[str, Any]:
 @pytest.fixture
 def _nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(workload: Workload, model: nn.Sequential, _: object) -> Profile:
-        return hand_made_profile(model, workload.input_shape, workload.config.model.dtype)
+        return hand_made_profile(model, workload.samples.input_shape, workload.config.model.dtype)
 
     monkeypatch.setattr("pipar.job.prepare.measured_profile", made)
 
@@ -142,8 +142,8 @@ def test_a_device_is_sent_its_samples_and_the_common_shape_and_classes() -> None
     own = workload.for_processes().only("device-1")
     assert list(own.training or {}) == ["device-1"]
     child = Workload(workload.config, own)
-    assert len(child.keep_only_shard("device-1")) == 10
-    assert (child.input_shape, child.classes) == ((8,), 5)
+    assert len(child.samples.keep_only_shard("device-1")) == 10
+    assert (child.samples.input_shape, child.samples.classes) == ((8,), 5)
 
 
 def test_a_device_builds_a_named_network_for_a_factory_without_calling_it_for_others(place: Path) -> None:
@@ -151,8 +151,8 @@ def test_a_device_builds_a_named_network_for_a_factory_without_calling_it_for_ot
     sent = Workload(config).for_processes()
     (place / "calls.txt").unlink()
     child = Workload(config, sent.only("device-2"))
-    shard = child.keep_only_shard("device-2")
-    assert (len(shard), child.input_shape, child.classes) == (20, (8,), 3)
+    shard = child.samples.keep_only_shard("device-2")
+    assert (len(shard), child.samples.input_shape, child.samples.classes) == (20, (8,), 3)
     assert list(calls(place).values()) == [["device-2"]]
 
 
@@ -202,7 +202,7 @@ def test_a_sequence_of_datasets_gives_as_many_devices(sequence: Callable[[Any], 
 )
 def test_one_dataset_is_partitioned(one: Any) -> None:
     workload = own_workload(one, devices=[{"count": 3}])
-    assert workload.sizes() == {"device-1": 7, "device-2": 7, "device-3": 6}
+    assert workload.samples.sizes() == {"device-1": 7, "device-2": 7, "device-3": 6}
 
 
 def test_an_object_that_is_not_a_dataset_is_named_in_the_error() -> None:
@@ -216,20 +216,20 @@ GROUPS = [{"name": "phone"}, {"name": "board", "count": 2}, {"name": "a"}]
 def test_a_list_of_sizes_is_in_the_order_of_the_configuration() -> None:
     data = {"name": "synthetic", "shape": [1, 4, 4], "samples_per_device": [10, 20, 30, 40]}
     workload = Workload(config_from({"data": data, "devices": GROUPS}))
-    assert workload.sizes() == {"a": 40, "board-1": 20, "board-2": 30, "phone": 10}
-    assert {name: len(workload.shard(name)) for name in workload.names} == workload.sizes()
+    assert workload.samples.sizes() == {"a": 40, "board-1": 20, "board-2": 30, "phone": 10}
+    assert {name: len(workload.samples.shard(name)) for name in workload.names} == workload.samples.sizes()
 
 
 def test_a_list_of_datasets_is_in_the_order_of_the_configuration() -> None:
     workload = own_workload([dataset(10), dataset(20), dataset(30), dataset(40)], devices=GROUPS)
-    assert workload.sizes() == {"a": 40, "board-1": 20, "board-2": 30, "phone": 10}
+    assert workload.samples.sizes() == {"a": 40, "board-1": 20, "board-2": 30, "phone": 10}
 
 
 def test_samples_of_another_shape_or_with_too_high_a_label_are_refused() -> None:
     with pytest.raises(DataError, match=r"the data of device-2 has samples of shape 9, but those of device-1"):
-        own_workload([dataset(5), dataset(5, inputs=9)], devices=[{"count": 2}]).check_samples()
+        own_workload([dataset(5), dataset(5, inputs=9)], devices=[{"count": 2}]).samples.check_samples()
     with pytest.raises(DataError, match="the data of device-1 has label 2, but the highest label is 1"):
-        own_workload([dataset(5)], devices=[{}], data={"classes": 2}).check_samples()
+        own_workload([dataset(5)], devices=[{}], data={"classes": 2}).samples.check_samples()
 
 
 # --- held-out sets
@@ -239,17 +239,17 @@ def test_given_held_out_sets_replace_those_of_a_named_dataset() -> None:
     config = config_from({"data": {"name": "synthetic", "shape": [1, 4, 4], "validation": 30, "test": 0}})
     images = TensorDataset(torch.zeros(7, 1, 4, 4), torch.arange(7))
     workload = Workload(config, UserObjects.of(config, None, None, images, images))
-    assert [sum(n for n, _ in workload.held_out_batches(which)) for which in ("validation", "test")] == [7, 7]
-    assert workload.data_name == "synthetic"
+    assert [sum(n for n, _ in workload.samples.held_out_batches(which)) for which in ("validation", "test")] == [7, 7]
+    assert workload.samples.name == "synthetic"
     only_test = Workload(config, UserObjects.of(config, None, None, None, images))
-    assert [sum(n for n, _ in only_test.held_out_batches(which)) for which in ("validation", "test")] == [30, 7]
+    assert [sum(n for n, _ in only_test.samples.held_out_batches(which)) for which in ("validation", "test")] == [30, 7]
 
 
 def test_held_out_sets_that_do_not_fit_are_refused() -> None:
     config = config_from({"data": {"name": "synthetic", "shape": [1, 4, 4]}})
     flat = Workload(config, UserObjects.of(config, None, None, dataset(7), None))
     with pytest.raises(DataError, match=r"the validation set has samples of shape 8, but"):
-        flat.held_out("validation")
+        flat.samples.held_out("validation")
     images = TensorDataset(torch.zeros(12, 1, 4, 4), torch.arange(12))
     with pytest.raises(DataError, match="the test set has label 11, but the highest label is 9"):
-        Workload(config, UserObjects.of(config, None, None, None, images)).held_out("test")
+        Workload(config, UserObjects.of(config, None, None, None, images)).samples.held_out("test")

@@ -181,7 +181,7 @@ def test_a_server_expects_the_probabilities_that_its_validation_set_has(
     workload = server_of(tmp_path, monkeypatch, {"data": data})
     assert workload.task.form == InputForm((TensorForm((3,)),))
     workload.checked_model()
-    assert sum(size for size, _ in workload.held_out_batches("validation")) == 5
+    assert sum(size for size, _ in workload.samples.held_out_batches("validation")) == 5
 
 
 def test_a_server_needs_no_number_of_classes_where_the_loss_has_none(
@@ -205,4 +205,4 @@ def test_a_server_validates_one_number_for_each_sample(tmp_path: Path, monkeypat
     }
     workload = server_of(tmp_path, monkeypatch, tree)
     workload.checked_model()
-    assert sum(size for size, _ in workload.held_out_batches("validation")) == 5
+    assert sum(size for size, _ in workload.samples.held_out_batches("validation")) == 5

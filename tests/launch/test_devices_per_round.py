@@ -61,7 +61,7 @@ def by_definition(case: Case, drawn: list[tuple[str, ...]]) -> State:
     for epoch, names in enumerate(drawn):
         states, counts = [], []
         for name in names:
-            own, shard = copy.deepcopy(model), workload.shard(name)
+            own, shard = copy.deepcopy(model), workload.samples.shard(name)
             optimizer = rules.optimizer(own)
             for number in range(epoch * case.local_epochs + 1, (epoch + 1) * case.local_epochs + 1):
                 for batch in batches(shard, number, case.batch_size):

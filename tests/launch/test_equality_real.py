@@ -92,7 +92,7 @@ def run(case: Case, world: World, tmp_path: Path) -> Result:
     workload = case.workload()
     tree: dict[str, Any] = case.tree()
     file = tmp_path / "profile.json"
-    hand_made_profile(workload.build_model(), workload.input_shape, case.dtype).save(file)
+    hand_made_profile(workload.build_model(), workload.samples.input_shape, case.dtype).save(file)
     settings = [f'server.profile="{file}"', f'devices.profile="{file}"', "devices.link=unlimited", "devices.speed=1.0"]
     return pipar.run(tree, world=world, settings=settings)
 

@@ -192,7 +192,7 @@ def test_training_loss_is_the_mean_over_all_samples(method: str) -> None:
     model = workload.build_model().train()
     losses = []
     for name in workload.names:
-        shard = workload.shard(name)
+        shard = workload.samples.shard(name)
         inputs, labels = shard.batch(1, shard.order(1))
         losses.append(F.cross_entropy(model(inputs), labels, reduction="none"))
     assert trained.epochs[0].train_loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-12)

@@ -51,7 +51,7 @@ def check_against_plain_pytorch(trained: Trained, workload: Workload) -> None:
     table = trained.epochs[-1].device_metrics["devices"]
     assert list(table) == workload.names
     for name, values in table.items():
-        images = workload.evaluation_images(name)
+        images = workload.samples.evaluation_images(name)
         assert images is not None
         expected = plain_values(model, images)
         assert values["samples"] == len(images)
@@ -104,15 +104,15 @@ def test_held_out_samples_are_drawn_by_the_seed_and_never_trained_on() -> None:
     workload, again, other = (Case("fl", **SMALL, seed=seed).workload() for seed in (1, 1, 2))
     everything = Case("fl", sizes=SIZES, batch_size=10, seed=1).workload()
     for name, size, kept in zip(workload.names, SIZES, (7, 3, 4), strict=True):
-        images = workload.evaluation_images(name)
+        images = workload.samples.evaluation_images(name)
         assert images is not None
-        shard, whole = workload.shard(name), everything.shard(name)
+        shard, whole = workload.samples.shard(name), everything.samples.shard(name)
         assert (len(images), len(shard)) == (kept, size - kept)
         rows = {row.numpy().tobytes() for row in images.images}
         assert rows.isdisjoint(row.numpy().tobytes() for row in shard.images.take(shard.indices).images)
         assert set(shard.indices) < set(whole.indices)
-        assert np.array_equal(shard.indices, again.shard(name).indices)
-    assert any(set(workload.shard(n).indices) != set(other.shard(n).indices) for n in workload.names)
+        assert np.array_equal(shard.indices, again.samples.shard(name).indices)
+    assert any(set(workload.samples.shard(n).indices) != set(other.samples.shard(n).indices) for n in workload.names)
 
 
 def own_data(size: int, seed: int) -> TensorDataset:

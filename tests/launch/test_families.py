@@ -102,7 +102,7 @@ def test_processes_train_the_weights_of_the_uncut_network(
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
     model, datasets = made(name)
     of, file = workload(name), tmp_path / "profile.json"
-    profile = hand_made_profile(of.build_model(), of.form, "float64")
+    profile = hand_made_profile(of.build_model(), of.samples.form, "float64")
     assert (len(profile.layers[split_point - 1].tensor_bytes) > 1) == (name in WITH_SEVERAL)
     profile.save(file)
     tree = case((split_point,), even=True).tree()

@@ -38,8 +38,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> Callabl
     case = Case(method, (1,), (micro_batches,), sizes=(20, 10), dtype="float32")
     workload, file, tree = case.workload(), tmp_path / "profile.json", case.tree()
     model = workload.build_model()
-    plain = hand_made_profile(model, workload.input_shape, case.dtype)
-    rectified = rectified_cuts(model, tuple(workload.input_shape))
+    plain = hand_made_profile(model, workload.samples.input_shape, case.dtype)
+    rectified = rectified_cuts(model, tuple(workload.samples.input_shape))
     shares = {"sparse-planes": (0.5, 0.5), "planes": (0.9, 0.9)}
     layers = (replace(one, rectified=cut in rectified, shares=shares) for cut, one in enumerate(plain.layers, start=1))
     replace(plain, layers=tuple(layers), coding=dict.fromkeys(shares, CodingTimes())).save(file)

@@ -272,7 +272,7 @@ def test_processes_train_with_adamw_a_schedule_and_clipping_to_the_bits_of_virtu
     more = {"schedule": "cosine", "warmup": 2, "clip_norm": 0.5, "decay_norms_and_biases": False}
     case = replace(case_of("adamw", keep, (1, 3, Q), (3, 7, 1), **more), even=True)
     workload, file = case.workload(), tmp_path / "profile.json"
-    hand_made_profile(workload.build_model(), workload.input_shape, case.dtype).save(file)
+    hand_made_profile(workload.build_model(), workload.samples.input_shape, case.dtype).save(file)
     settings = [f'server.profile="{file}"', f'devices.profile="{file}"']
     real, virtual = (pipar.run(case.tree(), world=world, settings=settings) for world in ("real", "virtual"))
 

@@ -143,7 +143,7 @@ def test_the_real_world_trains_the_same_noisy_model(method: str, norm: str, micr
 
 
 def pieces(case: Case, sizes: list[int], epoch: int = 1) -> list[Any]:
-    shard = case.workload().shard("phone-a")
+    shard = case.workload().samples.shard("phone-a")
     positions = shard.order(epoch)[: sum(sizes)]
     return shard.with_noise(epoch, positions, shard.micro_batches(epoch, positions, sizes))
 
@@ -165,11 +165,14 @@ def test_evaluation_has_the_same_noise_each_time_and_measurements_have_none() ->
     case = Case("pipar", privacy=(("pixel_epsilon", 1.0),))
     workload, plain = case.workload(), replace(case, privacy=()).workload()
     for which in ("validation", "test"):
-        (_, load), (_, load_plain) = workload.held_out_batches(which)[0], plain.held_out_batches(which)[0]
+        (_, load), (_, load_plain) = (
+            workload.samples.held_out_batches(which)[0],
+            plain.samples.held_out_batches(which)[0],
+        )
         assert torch.equal(load()[0], load()[0])
         assert (load()[0] - load_plain()[0]).std() == pytest.approx(workload.config.privacy.pixel_scale, rel=0.2)
         assert torch.equal(load()[1], load_plain()[1])
-    shards = workload.shard("phone-a"), plain.shard("phone-a")
+    shards = workload.samples.shard("phone-a"), plain.samples.shard("phone-a")
     batches = [shard.batch(1, shard.order(1)[:9])[0] for shard in shards]
     assert torch.equal(*batches)
     learner = make_learner(make_job(workload), workload)
@@ -179,7 +182,7 @@ def test_evaluation_has_the_same_noise_each_time_and_measurements_have_none() ->
 @pytest.mark.slow
 def test_labels_are_drawn_once_for_all_epochs_and_replaced_only_where_they_are_sent() -> None:
     case = Case("pipar", privacy=(("label_epsilon", 1.0),))
-    shard = case.workload().shard("phone-a")
+    shard = case.workload().samples.shard("phone-a")
 
     def labels(epoch: int) -> dict[int, tuple[int, int]]:
         order = shard.order(epoch)

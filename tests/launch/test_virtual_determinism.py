@@ -35,7 +35,7 @@ def configuration(tmp_path: Path, method: str, **fields: Any) -> dict[str, Any]:
     model = workload.build_model()
     overheads = {"load_s": 1e-5, "encode_s_per_byte": 1e-9, "decode_s_per_byte": 2e-9, "step_s_per_byte": 1e-9}
     exchange = {"pack_s_per_byte": 1e-9, "install_s_per_byte": 1e-9, "aggregate_s_per_byte": 3e-9}
-    profile = hand_made_profile(model, workload.input_shape, case.dtype, **overheads, **exchange)
+    profile = hand_made_profile(model, workload.samples.input_shape, case.dtype, **overheads, **exchange)
     file = tmp_path / "profile.json"
     profile.save(file)
     tree = case.tree()

@@ -121,4 +121,4 @@ def test_the_number_of_classes_is_not_taken_from_labels_that_are_to_be_hidden() 
     with pytest.raises(ConfigError, match=r"needs data\.classes"):
         device_workload(config_from(tree), DeviceOptions("pi", "127.0.0.1:1"))
     tree["data"] |= {"classes": 10}
-    assert device_workload(config_from(tree), DeviceOptions("pi", "127.0.0.1:1")).classes == 10
+    assert device_workload(config_from(tree), DeviceOptions("pi", "127.0.0.1:1")).samples.classes == 10

@@ -43,7 +43,7 @@ def recomputed(tree: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> 
     for entry in rounds:
         states, counts = [], []
         for name in sorted(entry["counted"]):
-            own, shard = copy.deepcopy(model), workload.shard(name)
+            own, shard = copy.deepcopy(model), workload.samples.shard(name)
             optimizer, order = RULES.optimizer(own), shard.order(entry["epoch"])
             for positions in np.split(order, range(BATCH, len(order), BATCH)):
                 step(own, [optimizer], shard.batch(entry["epoch"], positions), RULES, ())

@@ -45,7 +45,7 @@ async def train_over_grpc(
         epochs.append(result)
         spans.extend(of_epoch)
 
-    validation = workload.held_out_batches("validation")
+    validation = workload.samples.held_out_batches("validation")
     lanes = partial(ThreadLanes, speed=1.0)
     server = assemble_server(
         job,
@@ -66,7 +66,7 @@ async def train_over_grpc(
     async def live(name: str) -> None:
         await asyncio.sleep((late_s or {}).get(name, 0.0))
         transport = await connect(f"127.0.0.1:{port}", keepalive=keepalive)
-        equipment = Equipment(workload.shard(name), part_builder(workload, name), lanes, guard=job.guard())
+        equipment = Equipment(workload.samples.shard(name), part_builder(workload, name), lanes, guard=job.guard())
         await run_device(name, job.links[name], equipment, transport, observe=ignore)
 
     try:

@@ -109,7 +109,7 @@ def roam(
             job,
             ServerSetup(
                 learner=learner,
-                validation=workload.held_out_batches("validation"),
+                validation=workload.samples.held_out_batches("validation"),
                 enrolment=ClosedEnrolment(job),
                 pool=of_server,
                 background=of_server,
@@ -138,7 +138,9 @@ def roam(
             async def take_part(transport: Transport) -> None:
                 of_device = lanes(costs(job.device_profiles[name], spec.speed))
                 terms = Terms(part_sizes(workload.build_model()))
-                equipment = Equipment(workload.shard(name), part_builder(workload, name), of_device, terms=terms)
+                equipment = Equipment(
+                    workload.samples.shard(name), part_builder(workload, name), of_device, terms=terms
+                )
                 await run_device(name, spec.link, equipment, transport, reconnector=reconnector, observe=ignore)
 
             backoff = Backoff(lambda: 1.0, loop.time, None, pause_s, pause_s)

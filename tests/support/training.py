@@ -146,7 +146,7 @@ class Case:
     def tree_with_profile(self, folder: Path) -> dict[str, Any]:
         """Return the configuration with a profile made by hand, in a file, so that `pipar.run` measures nothing."""
         workload, file, tree = self.workload(), folder / "profile.json", self.tree()
-        hand_made_profile(workload.build_model(), workload.input_shape, self.dtype).save(file)
+        hand_made_profile(workload.build_model(), workload.samples.input_shape, self.dtype).save(file)
         for machine in (tree["server"], *tree["devices"]):
             machine["profile"] = str(file)
         return tree
@@ -185,23 +185,23 @@ def hand_made_profile(
 def make_job(workload: Workload) -> Job:
     """Return the job of a workload without measuring anything."""
     config, model = workload.config, workload.checked_model()
-    profile = hand_made_profile(model, workload.form, config.model.dtype, load_s=1e-5, encode_s_per_byte=1e-9)
+    profile = hand_made_profile(model, workload.samples.form, config.model.dtype, load_s=1e-5, encode_s_per_byte=1e-9)
     profiles = dict.fromkeys(workload.names, profile)
     job = Job(
         config=config,
         specs=device_specs(config),
-        sizes=workload.sizes(),
+        sizes=workload.samples.sizes(),
         server_profile=profile,
         device_profiles=profiles,
         batch_statistics=uses_batch_statistics(model),
         dropout=uses_dropout(model),
         counts_forwards=counts_forwards(model),
         plans={},
-        dataset=workload.data_name,
+        dataset=workload.samples.name,
         model=workload.model_name,
         steady_layers=workload.steady_layers(model),
         target_size=workload.task.size,
-        evaluation_sizes=workload.evaluation_sizes(),
+        evaluation_sizes=workload.samples.evaluation_sizes(),
     )
     return with_plans(job, rehearse)
 
@@ -267,7 +267,7 @@ def batches(shard: Shard, epoch: int, size: int = BATCH, *, joins_single: bool =
 def reference_data(workload: Workload, *, joins_single: bool = False) -> Data:
     """Return the batches of every device, in name order, epoch by epoch."""
     run = workload.config.run
-    shards = [workload.shard(name) for name in sorted(workload.names)]
+    shards = [workload.samples.shard(name) for name in sorted(workload.names)]
 
     def of_epoch(shard: Shard, epoch: int) -> list[Batch]:
         passes = range(epoch * run.local_epochs + 1, (epoch + 1) * run.local_epochs + 1)

@@ -19,7 +19,7 @@ from pipar.errors import DataError, InputError, PlanError
 from pipar.job.workload import Workload
 from pipar.leakage.attacks import Attack
 from pipar.leakage.measures import MIN_COMPARED, CutMeasurements, Progress, Samples, measure_cuts
-from pipar.leakage.table import LeakageTable, Subject
+from pipar.leakage.table import LeakageTable
 
 #: Samples of a device for the distance correlation: more take longer and change little.
 _COMPARED = 256
@@ -57,7 +57,7 @@ def audit_leakage(
     samples = samples_of(workload, images)
     noise = config.privacy.pixel_scale
     measured = measure_cuts(model, samples, cuts, attacks, seed=config.run.seed, noise=noise, progress=progress)
-    subject = Subject.of(config, workload.model_name, workload.data_name, workload.input_shape)
+    subject = workload.subject
     table = LeakageTable(
         subject.model,
         subject.norm,
@@ -120,11 +120,11 @@ def load_weights(model: nn.Sequential, file: Path) -> str:
 
 def samples_of(workload: Workload, images: int) -> Samples:
     """Return samples of the first device to attack, and held-out samples as the attacker's own."""
-    shard = workload.shard(workload.names[0])
-    if not workload.form.is_floats:
+    shard = workload.samples.shard(workload.names[0])
+    if not workload.samples.form.is_floats:
         raise DataError(
-            f"The attacks restore samples of floating-point numbers in one tensor, but samples are {workload.form}: "
-            "what a cut reveals of them cannot be measured."
+            f"The attacks restore samples of floating-point numbers in one tensor, but samples are "
+            f"{workload.samples.form}: what a cut reveals of them cannot be measured."
         )
     if len(shard) < MIN_COMPARED:
         raise DataError(
@@ -142,7 +142,7 @@ def _others(workload: Workload) -> Tensor:
     """Return held-out samples, which no device has."""
     found: list[Tensor] = []
     for which in ("validation", "test"):
-        held, left = workload.held_out(which), _OTHERS - sum(map(len, found))
+        held, left = workload.samples.held_out(which), _OTHERS - sum(map(len, found))
         if held is not None:
             found.append(held.normalised(held.images[:left], workload.dtype))
     if not sum(map(len, found)):

@@ -123,7 +123,7 @@ def scores_on_test_set(
     """
     evaluate = learner.evaluator()
     with one_thread():
-        for _, load in workload.held_out_batches("test"):
+        for _, load in workload.samples.held_out_batches("test"):
             if stopped():
                 return Scores()
             evaluate(load)

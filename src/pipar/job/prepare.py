@@ -71,12 +71,12 @@ def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
     from pipar.nn.adapters import uses_adapters
 
     workload.observe = observe
-    workload.check_samples()
+    workload.samples.check_samples()
     model = workload.checked_model()
     check_given_plans(workload.config, device_specs(workload.config), len(model), workload.model_name)
-    sizes, batch_statistics = workload.sizes(), uses_batch_statistics(model)
+    sizes, batch_statistics = workload.samples.sizes(), uses_batch_statistics(model)
     _check_sizes(workload.config, sizes, batch_statistics=batch_statistics)
-    evaluation_sizes = workload.evaluation_sizes()
+    evaluation_sizes = workload.samples.evaluation_sizes()
     _check_evaluation(workload.config, evaluation_sizes)
     _check_validation_set(workload)
     workload.optimizer().check(model)
@@ -89,7 +89,7 @@ def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
         count=lambda: count_network(workload, model),
         measure=lambda: measured_profile(workload, model, observe),
     )
-    subject = Subject.of(workload.config, workload.model_name, workload.data_name, workload.input_shape)
+    subject = workload.subject
     job = _job(workload.config, profiles, sizes, subject)
     cuts = getattr(model, "cuts", None)
     return replace(
@@ -214,7 +214,7 @@ def _check_validation_set(workload: Workload) -> None:
     if workload.config.run.monitor.startswith(ON_DEVICES):
         return
     for key, value in validated_keys(workload.config).items():
-        if workload.held_out("validation") is None:
+        if workload.samples.held_out("validation") is None:
             raise ConfigError(f"{key} = {value} needs a validation set, and there is none: give one, or unset {key}.")
 
 

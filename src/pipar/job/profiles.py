@@ -186,9 +186,9 @@ def _own_profile_key(workload: Workload, model: nn.Sequential) -> dict[str, obje
     # One module has other layers with other cut points.
     architecture = json.dumps([network_text(whole_module(model)), list(named_layers(model)), crossing])
     return {
-        **profile_key(workload.config, workload.input_shape, workload.classes),
+        **profile_key(workload.config, workload.samples.input_shape, workload.samples.classes),
         "model": workload.model_name,
-        "inputs": str(workload.form),
+        "inputs": str(workload.samples.form),
         "architecture": hashlib.sha256(architecture.encode()).hexdigest(),
     }
 
@@ -221,7 +221,7 @@ def measured_profile(
 
     config = workload.config
     named = workload.model_name == config.model.name
-    shape, classes = workload.input_shape, workload.classes
+    shape, classes = workload.samples.input_shape, workload.samples.classes
     key = profile_key(config, shape, classes) if named else _own_profile_key(workload, model)
     key |= _functions_key(workload)
     kept = None if fresh else _kept_profile(key, config, memory_bytes, batch_statistics=uses_batch_statistics(model))
@@ -232,7 +232,7 @@ def measured_profile(
     profile = measure_profile(
         model,
         model_name=workload.model_name,
-        inputs=workload.form,
+        inputs=workload.samples.form,
         training=workload.task,
         batch_size=config.run.batch_size,
         dtype=workload.dtype,
@@ -252,7 +252,7 @@ def measured_profile(
 
 def _loader(workload: Workload) -> Callable[[int], tuple[Any, Any]]:
     """Return a function that loads a number of samples of the first device, some of them repeatedly if it has fewer."""
-    shard = workload.shard(workload.names[0])
+    shard = workload.samples.shard(workload.names[0])
     positions = shard.order(1)
     return lambda count: shard.batch(1, positions[:count].repeat(-(-count // len(positions)))[:count])
 
@@ -289,7 +289,7 @@ def _cut_key(key: dict[str, object], memory_bytes: int) -> dict[str, object]:
 
 def count_network(workload: Workload, model: nn.Sequential) -> Counts:
     """Return the counts of a workload's network, named or the user's own."""
-    known, form = _known_counts(workload), workload.form
+    known, form = _known_counts(workload), workload.samples.form
     if known is not None and not workload.config.model.freeze:
         return known
     # Import torch, which a run with stored counts does without.
@@ -332,7 +332,7 @@ def _known_counts(workload: Workload) -> Counts | None:
     config = workload.config
     if workload.model_name != config.model.name:
         return None
-    return known_counts(config.model.name, config.model.norm, workload.input_shape, workload.classes)
+    return known_counts(config.model.name, config.model.norm, workload.samples.input_shape, workload.samples.classes)
 
 
 def profile_of_shape(config: Config, shape: tuple[int, ...], classes: int, observe: Observer) -> Profile:

@@ -67,6 +67,6 @@ def _model_bytes(job: Job) -> int:
 
 
 def _zeros(workload: Workload, samples: int) -> MicroBatch:
-    inputs = workload.form.example(samples, workload.dtype)
+    inputs = workload.samples.form.example(samples, workload.dtype)
     targets = workload.task.example(samples)
     return MicroBatch(inputs, targets, samples, count=workload.task.count(targets))

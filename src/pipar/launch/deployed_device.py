@@ -27,7 +27,6 @@ from pipar.job.workload import Workload
 from pipar.launch.assemble import run_device
 from pipar.launch.deployed_process import listed_specs, prepare_process, run_until_signal, unlisted_spec, until_left
 from pipar.leakage.limit import LeakageLimit
-from pipar.leakage.table import Subject
 from pipar.methods import METHODS
 from pipar.networks.models import uses_batch_statistics
 from pipar.privacy import accounting
@@ -74,7 +73,7 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     workload = device_workload(config, options, seed, None if budget_file is None else budget_file.label_seed)
     _check_form(workload, options.name)
     workload.observe = observe
-    samples, model = workload.keep_only_shard(options.name), workload.checked_model(initial=False)
+    samples, model = workload.samples.keep_only_shard(options.name), workload.checked_model(initial=False)
     workload.optimizer().check(model)
     check_schedule(config, {options.name: len(samples)}, batch_statistics=uses_batch_statistics(model))
     guard = device_guard(config, seed, cuts=allowed_cuts(workload, model), budget_file=budget_file)
@@ -93,7 +92,7 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
 
 def _check_form(workload: Workload, name: str) -> None:
     """Raise DataError if the server could not know what the samples of a device are."""
-    form = workload.shard(name).images.form
+    form = workload.samples.shard(name).images.form
     if not form.is_floats:
         raise DataError(
             f"The samples of {name} are {form}, but a deployment needs samples of one tensor of floating-point "
@@ -159,7 +158,7 @@ def allowed_cuts(workload: Workload, model: nn.Sequential) -> AllowedCuts | None
     if not METHODS[config.run.method].splits:
         why = f"by its own configuration, method = '{config.run.method}', this device sends no activations"
         return AllowedCuts(layers, frozenset([layers]), why)
-    limit = LeakageLimit.of(config, Subject.of(config, workload.model_name, workload.data_name, workload.input_shape))
+    limit = LeakageLimit.of(config, workload.subject)
     if limit is None:
         return None
     leaky = limit.leaky_cuts(list(named_layers(model)))

@@ -21,7 +21,6 @@ from pipar.job.user_objects import UserObjects
 from pipar.job.workload import Workload
 from pipar.launch.deployed_process import unlisted_spec
 from pipar.leakage.limit import LeakageLimit
-from pipar.leakage.table import Subject
 from pipar.methods import METHODS
 from pipar.monitored_metric import ON_DEVICES
 from pipar.networks.models import counts_forwards, uses_batch_statistics, uses_dropout
@@ -59,7 +58,7 @@ def job_without_devices(workload: Workload, observe: Observer) -> Job:
     workload.optimizer().check(model)
     config.optimizer.learning_schedule.check_function(config.run.epochs)
     _check_plans(config, len(model), workload.model_name)
-    limit = LeakageLimit.of(config, Subject.of(config, workload.model_name, workload.data_name, workload.input_shape))
+    limit = LeakageLimit.of(config, workload.subject)
     return Job(
         config=config,
         specs=(),
@@ -71,11 +70,11 @@ def job_without_devices(workload: Workload, observe: Observer) -> Job:
         counts_forwards=counts_forwards(model),
         adapters=uses_adapters(model),
         plans={},
-        dataset=workload.data_name,
+        dataset=workload.samples.name,
         model=workload.model_name,
         leaky_cuts={} if limit is None else limit.leaky_cuts(list(named_layers(model))),
         leakage_guess=None if limit is None else limit.table.guess,
-        sample_bytes=sample_bytes(workload.input_shape, config.model.dtype),
+        sample_bytes=sample_bytes(workload.samples.input_shape, config.model.dtype),
         target_size=workload.task.size,
         most_samples=most_samples(config),
         steady_layers=workload.steady_layers(model),
@@ -105,9 +104,9 @@ def _workload_to_measure(workload: Workload) -> Workload:
     name = workload.names[0]
     if workload.config.data.factory is None:
         with contextlib.suppress(DataError):
-            workload.shard(name)
+            workload.samples.shard(name)
             return workload
-    blank = Images(workload.form.example(1, torch.float32), workload.task.example(1))
+    blank = Images(workload.samples.form.example(1, torch.float32), workload.task.example(1))
     own = replace(workload.user_objects, training={name: blank}, targets=workload.task.form)
     return Workload(workload.config, own)
 
@@ -115,7 +114,7 @@ def _workload_to_measure(workload: Workload) -> Workload:
 def validation_batches(workload: Workload) -> Batches:
     """Return the batches of the validation set; none if the server does not have it."""
     try:
-        return workload.held_out_batches("validation")
+        return workload.samples.held_out_batches("validation")
     except DataError:
         return []
 

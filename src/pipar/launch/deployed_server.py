@@ -96,7 +96,7 @@ def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
     prepare_process()
     open_files.raise_limit()
     workload = server_workload(as_deployed(config))
-    path = runs_folder() / run_name(config, workload.model_name, workload.data_name)
+    path = runs_folder() / run_name(config, workload.model_name, workload.samples.name)
     with folder_locked(path, options.command):
         return _serve_in(path, workload, options, tracking)
 

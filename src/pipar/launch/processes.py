@@ -113,7 +113,7 @@ def _server_process(sender: EventSender, job: Job, own: UserObjects, task: _Serv
     termination = GracefulTermination()
     setup = ServerSetup(
         learner=learner,
-        validation=workload.held_out_batches("validation"),
+        validation=workload.samples.held_out_batches("validation"),
         pool=partial(ThreadLanes, speed=job.config.server.speed),
         background=partial(ThreadLanes, nice=19),
         emit=run.epoch_recorder(sender.observe, pictures=task.pictures),
@@ -170,7 +170,7 @@ async def _train_device(job: Job, workload: Workload, name: str, place: _Place, 
     from pipar.transport.grpc_connect import connect
 
     spec = next(spec for spec in job.specs if spec.name == name)
-    samples, build = workload.keep_only_shard(name), part_builder(workload, name)
+    samples, build = workload.samples.keep_only_shard(name), part_builder(workload, name)
     evaluation = workload.evaluation_samples(name, Memory(job.device_profiles[name], spec.memory_bytes))
     warm_up_device(job, workload, name)
     seed_dropout(job.config.run.seed, name)

@@ -57,7 +57,7 @@ def train_virtually(
     server_lanes = _lanes(job.server_costs())
     setup = ServerSetup(
         learner=learner,
-        validation=workload.held_out_batches("validation"),
+        validation=workload.samples.held_out_batches("validation"),
         enrolment=ClosedEnrolment(job),
         pool=server_lanes,
         background=server_lanes,
@@ -74,7 +74,7 @@ def train_virtually(
     def evaluation(device: str) -> EvaluationSamples | None:
         return workload.evaluation_samples(device, memory[device])
 
-    training = _train(job, setup, workload.shard, partial(part_builder, workload), evaluation)
+    training = _train(job, setup, workload.samples.shard, partial(part_builder, workload), evaluation)
     run_virtually(training, within=deterministic(job.config.run.seed))
     return learner
 
