@@ -73,6 +73,31 @@ def test_the_only_device_of_a_round_is_compared_with_those_before_it() -> None:
         compared(None, state(1e4), check=check)
 
 
+@pytest.mark.parametrize("momentum", [0.1, None], ids=["running average", "cumulative average"])
+@pytest.mark.parametrize("claimed", [0, 1, 3, 10**8])
+def test_batch_statistics_cannot_be_raised_slowly_by_one_device(momentum: float | None, claimed: int) -> None:
+    """Honest devices start each round from an average that the hostile one has raised."""
+    check, mean, batches, refused = UpdateCheck(), 1.0, 100, "nobody"
+    for _ in range(30):
+        kept = 0.9**3 if momentum else batches / (batches + 3)
+        honest = state(mean=kept * mean + (1 - kept) * 1.0, batches=batches + 3)
+        hostile = state(mean=900 * max(1.0, float(honest["running_mean"][0])), batches=batches + claimed)
+        models = {"a": honest, "b": honest, "c": hostile}
+        check.begin()
+        for device, model in models.items():
+            check.add(device, model, state(mean=mean, batches=batches), PARAMETERS, {"num_batches_tracked": momentum})
+        try:
+            check.check()
+        except UnusableModelError as error:
+            refused = error.device
+            del models[refused]
+        check.end()
+        mean = sum(float(model["running_mean"][0]) for model in models.values()) / len(models)
+        batches += 3
+    assert mean < 1000
+    assert refused == "c"
+
+
 def test_integers_that_all_devices_change_pass() -> None:
     compared(state(order=7), state(order=8))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipar.errors import UnusableModelError
 
@@ -33,6 +33,7 @@ _LARGEST_BUFFER = 1e3
 _LARGEST_VARIANCE = 1e6
 #: The batch counter of torch's normalisation layers, in which the largest value counts.
 _BATCHES, _MOST_BATCHES = "num_batches_tracked", 10**9
+_AVERAGES = ("running_mean", "running_var")
 #: Values that are compared at a time.
 _BLOCK = 1 << 20
 #: Devices whose last models are remembered, for rounds of one device.
@@ -46,7 +47,7 @@ class _Update:
     samples: int  # that it trained on in the round
     change: float  # the norm over all trained weights
     size: float  # the norm of the global weights
-    buffers: dict[str, float]  # the largest magnitude in each floating-point buffer
+    buffers: dict[str, float]  # the largest magnitude in each floating-point buffer, or in the batches that it averages
     integers: frozenset[str]  # entries of integers that differ, without batch counters
 
 
@@ -61,8 +62,23 @@ class UpdateCheck:
         """Begin a round; of one that was begun before and did not end, nothing is kept."""
         self._new = {}
 
+<<<<<<< HEAD
     def add(self, device: str, state: State, before: State, parameters: AbstractSet[str], samples: int) -> None:
         """Add the model of a device; raise UnusableModelError if it cannot be right, whatever the others are."""
+=======
+    def add(
+        self,
+        device: str,
+        state: State,
+        before: State,
+        parameters: AbstractSet[str],
+        momenta: Mapping[str, float | None] | None = None,
+    ) -> None:
+        """Add the model of a device; raise UnusableModelError if it cannot be right, whatever the others are.
+
+        `momenta` has the momentum of each layer with batch statistics, by the name of its batch counter.
+        """
+>>>>>>> fd7544a6 (Compare the batches behind returned batch statistics, which one device could raise slowly)
         for name, tensor in state.items():
             if name.endswith(_BATCHES) and not _counts_up(before[name], tensor):
                 raise UnusableModelError(
@@ -72,7 +88,11 @@ class UpdateCheck:
             samples,
             _distance((state[name], before[name]) for name in parameters if name in state),
             max(_size(before, parameters), _SMALL_WEIGHT * math.sqrt(_count(before, parameters))),
-            {name: float(tensor.abs().max()) for name, tensor in state.items() if _is_buffer(name, tensor, parameters)},
+            {
+                name: float(_of_batches(name, state, before, momenta or {}).abs().max())
+                for name, tensor in state.items()
+                if _is_buffer(name, tensor, parameters)
+            },
             frozenset(name for name, tensor in state.items() if _is_changed(name, tensor, before)),
         )
 
@@ -132,9 +152,30 @@ class UpdateCheck:
         self._new = {}
 
 
+def batch_momenta(module: nn.Module) -> dict[str, float | None]:
+    """Return the momentum of each layer that averages batch statistics, by the name of its batch counter."""
+    layers = ((f"{place}.{_BATCHES}".removeprefix("."), layer) for place, layer in module.named_modules())
+    return {name: getattr(layer, "momentum", None) for name, layer in layers if hasattr(layer, _BATCHES)}
+
+
 def _counts_up(before: Tensor, after: Tensor) -> bool:
     grown = after.double() - before.double()
     return bool(((grown >= 0) & (grown <= _MOST_BATCHES)).all())
+
+
+def _of_batches(name: str, state: State, before: State, momenta: Mapping[str, float | None]) -> Tensor:
+    """Return a buffer; of running averages r' that were r, what the batches had on average, r + (r' - r) / share.
+
+    Averages of other devices follow the global ones, which one device could raise by a little in every round.
+    """
+    counter = f"{name.rpartition('.')[0]}.{_BATCHES}".removeprefix(".")
+    batches = int(state[counter] - before[counter]) if counter in momenta and counter in state else 0
+    if not batches or not name.endswith(_AVERAGES):
+        return state[name]
+    momentum = momenta[counter]
+    share = batches / int(state[counter]) if momentum is None else 1 - (1 - momentum) ** batches
+    change = state[name].double() - before[name].double()
+    return before[name] + change / share if share else state[name]
 
 
 def _is_buffer(name: str, tensor: Tensor, parameters: AbstractSet[str]) -> bool:

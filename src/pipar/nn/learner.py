@@ -13,7 +13,7 @@ from torch import nn
 
 from pipar import random_streams
 from pipar.aggregation.aggregators import Aggregator, DeviceModel, FedAvg
-from pipar.aggregation.update_check import UpdateCheck
+from pipar.aggregation.update_check import UpdateCheck, batch_momenta
 from pipar.cutting.frozen import changing_state, frozen_layers, frozen_names
 from pipar.cutting.split import join_states, part_of_state, split_model, whole_module
 from pipar.errors import (
@@ -237,7 +237,8 @@ class TorchLearner:
         parameters = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
         parameters -= frozen_names(module)
         before = changing_state(module)
-        returned_models = _ReturnedModels(ordered, read, self._updates, before, parameters)
+        momenta = batch_momenta(module)
+        returned_models = _ReturnedModels(ordered, read, self._updates, before, parameters, momenta)
         if not before:  # all is frozen, but what devices return is checked
             return dict(next(iter([model.state for model in returned_models])))
         aggregated = self.aggregator.aggregate(before, returned_models, parameters)
@@ -396,6 +397,7 @@ class _ReturnedModels:
     updates: UpdateCheck | None  # None: all devices are trusted
     before: Mapping[str, torch.Tensor]
     parameters: AbstractSet[str]
+    momenta: Mapping[str, float | None]  # of layers with batch statistics
 
     def __len__(self) -> int:
         return len(self.ordered)
@@ -406,7 +408,11 @@ class _ReturnedModels:
         for back in self.ordered:
             state = self._state(back)
             if self.updates is not None:
+<<<<<<< HEAD
                 self.updates.add(back.device, state, self.before, self.parameters, back.samples)
+=======
+                self.updates.add(back.device, state, self.before, self.parameters, self.momenta)
+>>>>>>> fd7544a6 (Compare the batches behind returned batch statistics, which one device could raise slowly)
                 if back is self.ordered[-1]:
                     self.updates.check()
             yield DeviceModel(back.device, state, back.samples)
