@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from support import surroundings
+from support.hangs import pytest_runtest_makereport  # noqa: F401
 
 # The duration of an example depends on the load of the machine.
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.recorded import CHANGING, record, recorded_job
+from support.waiting import PATIENCE_S
 
 from pipar.errors import ConfigError
 from pipar.events import Dropped, EpochResult, Event, Lost, Refused, SaveFailed, Stopping
@@ -131,7 +132,7 @@ def wait_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def settle(writer: RecordWriter) -> None:
         done = threading.Event()
         put(writer, lambda: done.set())  # type: ignore[func-returns-value]
-        assert done.wait(30)
+        assert done.wait(PATIENCE_S)
 
     def put_and_wait(writer: RecordWriter, make: Any) -> None:
         put(writer, make)
@@ -206,11 +207,11 @@ def test_only_in_virtual_time_a_training_waits_for_the_writer(
 
     def hang() -> None:
         begun.set()
-        released.wait(30)
+        released.wait(PATIENCE_S)
 
     writer.put(hang)  # as a disk that does not answer
-    assert begun.wait(30)
-    releasing = threading.Timer(0.05 if can_wait else 30, released.set)
+    assert begun.wait(PATIENCE_S)
+    releasing = threading.Timer(0.05 if can_wait else PATIENCE_S, released.set)
     releasing.start()
     for number in range(40):
         writer.put_round(job, partial(dict, {"is": "round", "round": number}))

@@ -3,6 +3,7 @@
 How tests run:
     surroundings        signals and variables of a plain terminal, however the tests were started
     waiting             the one limit for waiting in real time, and `until`
+    hangs               ends a run in which several tests hang
     programs, zygote    `pipar` commands as real processes: started fast, waited for, always ended
     browser             the system's Chromium, and the errors of a page in it
     document_blocks     the blocks of code in the documents, and a reader that runs them

@@ -103,7 +103,7 @@ class Program:
         try:
             match = until(found, f"{self.name} to print {pattern!r}")
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.text()}") from None
+            raise AssertionError(f"{error}\n{self.last_words()}") from None
         assert isinstance(match, re.Match)
         return match
 
@@ -112,13 +112,20 @@ class Program:
         try:
             until(lambda: self.poll() is not None, f"{self.name} to end")
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.text()}") from None
+            raise AssertionError(f"{error}\n{self.last_words()}") from None
         assert self.code is not None
         return self.code
 
     def signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def last_words(self) -> str:
+        """Return its output; a program that still runs, and so hangs, is ended and adds what each thread is doing."""
+        self.signal(signal.SIGABRT)
+        with contextlib.suppress(AssertionError):
+            until(lambda: self.poll() is not None, "stacks", 10)
+        return self.text()
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
@@ -203,7 +210,7 @@ class Place:
         try:
             until((self.folder / f"{name}.held").exists, f"{name} to be in mid-epoch")
         except AssertionError as error:
-            texts = "\n".join(f"--- {program.name}\n{program.text()}" for program in self.programs)
+            texts = "\n".join(f"--- {program.name}\n{program.last_words()}" for program in self.programs)
             raise AssertionError(f"{error}\n{texts}") from None
 
     def let_go(self, name: str) -> None:
