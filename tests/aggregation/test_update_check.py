@@ -85,7 +85,9 @@ def test_batch_statistics_cannot_be_raised_slowly_by_one_device(momentum: float 
         models = {"a": honest, "b": honest, "c": hostile}
         check.begin()
         for device, model in models.items():
-            check.add(device, model, state(mean=mean, batches=batches), PARAMETERS, {"num_batches_tracked": momentum})
+            check.add(
+                device, model, state(mean=mean, batches=batches), PARAMETERS, 20, {"num_batches_tracked": momentum}
+            )
         try:
             check.check()
         except UnusableModelError as error:

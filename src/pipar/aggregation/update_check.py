@@ -62,23 +62,19 @@ class UpdateCheck:
         """Begin a round; of one that was begun before and did not end, nothing is kept."""
         self._new = {}
 
-<<<<<<< HEAD
-    def add(self, device: str, state: State, before: State, parameters: AbstractSet[str], samples: int) -> None:
-        """Add the model of a device; raise UnusableModelError if it cannot be right, whatever the others are."""
-=======
     def add(
         self,
         device: str,
         state: State,
         before: State,
         parameters: AbstractSet[str],
+        samples: int,
         momenta: Mapping[str, float | None] | None = None,
     ) -> None:
         """Add the model of a device; raise UnusableModelError if it cannot be right, whatever the others are.
 
         `momenta` has the momentum of each layer with batch statistics, by the name of its batch counter.
         """
->>>>>>> fd7544a6 (Compare the batches behind returned batch statistics, which one device could raise slowly)
         for name, tensor in state.items():
             if name.endswith(_BATCHES) and not _counts_up(before[name], tensor):
                 raise UnusableModelError(

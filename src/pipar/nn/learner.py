@@ -408,11 +408,7 @@ class _ReturnedModels:
         for back in self.ordered:
             state = self._state(back)
             if self.updates is not None:
-<<<<<<< HEAD
-                self.updates.add(back.device, state, self.before, self.parameters, back.samples)
-=======
-                self.updates.add(back.device, state, self.before, self.parameters, self.momenta)
->>>>>>> fd7544a6 (Compare the batches behind returned batch statistics, which one device could raise slowly)
+                self.updates.add(back.device, state, self.before, self.parameters, back.samples, self.momenta)
                 if back is self.ordered[-1]:
                     self.updates.check()
             yield DeviceModel(back.device, state, back.samples)
