@@ -12,11 +12,12 @@ from support.small_runs import SETTINGS
 
 import pipar
 from pipar.execution.spans import Span
-from pipar.report.content import content
+from pipar.report.content import _training_texts, content
 from pipar.report.critical_path import Window, critical_path
 from pipar.report.page import render
 from pipar.report.record import RunRecord
 from pipar.report.timeline import EpochTrace, epoch_timeline, iteration_timeline
+from pipar.settings.config_file import config_from
 from pipar.storage.run_json import strict_json
 
 
@@ -317,3 +318,17 @@ def test_a_private_run_has_its_epsilon_also_during_the_run(runs: dict[str, Path]
     over = {**going_on, "epsilon": 2.5}
     found = [content([replace(record, result=one)])["runs"][0]["epsilon"] for one in (going_on, over)]
     assert found == [float(len(epochs)), 2.5]
+
+
+def test_what_is_trained_and_which_devices_take_part_is_told_in_words() -> None:
+    tree: dict[str, Any] = {
+        "optimizer": {"name": "adamw", "learning_rate": 0.002, "schedule": "cosine", "clip_norm": 0.5},
+        "run": {"devices_per_round": 2, "local_epochs": 3},
+    }
+    assert _training_texts(config_from(tree)) == {
+        "loss": "cross_entropy",
+        "optimizer": "adamw, learning rate 0.002, schedule cosine, gradients clipped to a norm of 0.5",
+        "round": "2 devices, drawn by the seed, 3 passes over its samples",
+    }
+    assert _training_texts(config_from({}))["round"] == ""
+    assert _training_texts(config_from({"run": {"devices_per_round": 0.5}}))["round"].startswith("50 % of the devices")

@@ -119,6 +119,7 @@ def _run(name: str, record: RunRecord, traced: EpochTrace | None) -> dict[str, A
         "server": _server_text(config),
         "is_traced": config is None or config.run.trace != "off",
         "batch_size": config.run.batch_size if config else None,
+        **(_training_texts(config) if config else {}),
         "plan": _plans_text(_plans_in_force(result, 1)),
         "replans": [
             {
@@ -179,6 +180,7 @@ def _evaluation(result: Mapping[str, Any], epochs: Sequence[Mapping[str, Any]]) 
         "mean": dict(metrics.get("mean") or {}),
         "worst_decile": dict(metrics.get("worst_decile") or {}),
         "rows": [asdict(row) for row in rows],
+        "is_wider": bool(known) and len(known[-1].get("devices") or ()) < len(metrics.get("devices") or ()),
         "left_out": left_out,
         "seconds": metrics.get("seconds"),
         "bytes_down": metrics.get("bytes_down"),
@@ -240,6 +242,25 @@ def _without_number(group: DeviceSection) -> DeviceSection:
     if group.count > 1 or not (dash and number.isdecimal()):
         return group
     return group.model_copy(update={"name": base, "split_point": None, "micro_batches": None})
+
+
+def _training_texts(config: Config) -> dict[str, str]:
+    """Return what is minimised, and how, and which devices take part in a round."""
+    chosen, run = config.optimizer, config.run
+    rate = None if chosen.factory or chosen.learning_rate is None else f"learning rate {chosen.learning_rate:g}"
+    schedule = None if chosen.schedule == "constant" else f"schedule {chosen.schedule}"
+    clip = None if chosen.clip_norm is None else f"gradients clipped to a norm of {chosen.clip_norm:g}"
+    passes = None if run.local_epochs == 1 else f"{run.local_epochs} passes over its samples"
+    given = run.devices_per_round
+    many = (
+        f"{given} devices" if isinstance(given, int) else f"{100 * given:g} % of the devices" if given != "all" else ""
+    )
+    drawn = f"{many}, drawn by the seed" if many else None
+    return {
+        "loss": config.task.loss,
+        "optimizer": ", ".join(filter(None, [chosen.factory or chosen.name, rate, schedule, clip])),
+        "round": ", ".join(filter(None, [drawn, passes])),
+    }
 
 
 def _server_text(config: Config | None) -> str | None:

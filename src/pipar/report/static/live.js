@@ -151,7 +151,7 @@
     const asText = (value) => (own.name === "accuracy" && value !== null ? `${(100 * value).toFixed(1)} %` : number(value, 4));
     for (const key of ["devices", "worst"]) tiles[key].parentNode.hidden = !own;
     if (own) {
-      setText(tiles.devices.previousSibling, `${own.name} on devices`);
+      setText(tiles.devices.previousSibling, `${own.name[0].toUpperCase()}${own.name.slice(1)} on devices`);
       setText(tiles.devices, asText(own.mean));
       setText(tiles.worst, asText(own.worst));
     }

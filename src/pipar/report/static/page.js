@@ -571,7 +571,7 @@
       const { epoch, rows, left_out: others, mean, worst_decile: worst, seconds: took, bytes_down: down } = run.evaluation;
       const heads = [column("device"), number("samples"), ...run.evaluation.names.map(number), ...(rows.some((row) => row.reason) ? [column("note")] : [])];
       const line = (device, samples, values, reason) => [device, samples, ...run.evaluation.names.map((name) => words(name, values[name])), ...(heads.at(-1).title === "note" ? [reason || ""] : [])];
-      const caption = `${content.runs.length > 1 ? `${run.name}: the` : "The"} model of epoch ${epoch}${others ? `; the worst ${rows.length} of ${rows.length + others} devices` : ""}; evaluated in ${seconds(took)}, ${megabytes(down)} sent to devices`;
+      const caption = `${content.runs.length > 1 ? `${run.name}: the` : "The"} model of epoch ${epoch}${others ? `; the worst ${rows.length} of ${rows.length + others} devices` : ""}; evaluated in ${seconds(took)}, ${megabytes(down)} sent to devices${run.evaluation.is_wider ? ". The curves have only the devices that were drawn for each round." : ""}`;
       const body = table(caption, heads, [...(run.evaluation.names.length ? [line("mean", "", mean), line("worst decile", "", worst)] : []), ...rows.map((row) => line(row.device, row.samples === null ? "–" : row.samples.toLocaleString("en"), row.values, row.reason))]);
       return content.runs.length > 1 ? element("details", { open: run === featured(content.runs) }, element("summary", {}, run.name), body) : body;
     }));
@@ -665,7 +665,7 @@
 
   function factsOf(run) {
     const versions = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`).join(", ");
-    return [["network", `${run.model} on ${run.dataset}`], ["world", run.world], ["devices", run.setting], ["server", run.server], ["batch", run.batch_size], ["seed", run.seed],
+    return [["network", `${run.model} on ${run.dataset}`], ["world", run.world], ["devices", run.setting], ["server", run.server], ["loss", run.loss], ["optimiser", run.optimizer], ["batch", run.batch_size], ["round", run.round], ["seed", run.seed],
       ["method", run.method_title ? `${run.method}: ${run.method_title}` : run.method], ["plan", run.plan], ["equivalence", run.equivalence], ["privacy", run.privacy], ["stopped", run.stopped], ["command", run.command], ["folder", run.folder], ["machine", run.machine], ["versions", versions]]
       .filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => [name, String(value)]);
   }
