@@ -11,7 +11,7 @@ from pipar.cutting.split import split_model
 from pipar.execution.schedule import StepCount
 from pipar.execution.spans import SERVER
 from pipar.job.workload import Workload
-from pipar.nn.device_part import TorchDevicePart
+from pipar.nn.device_part import DeviceSettings, TorchDevicePart
 from pipar.nn.learner import TorchLearner
 from pipar.nn.micro_batches import MicroBatch
 from pipar.nn.server_part import TorchServerPart
@@ -117,7 +117,8 @@ def poisonable_builder(
 
     def build(orders: Orders) -> TorchDevicePart:
         part, rest = split_model(workload.build_model(), orders.plan.split_point)
-        poisonable = PoisonablePart(part, workload.optimizer(), has_loss=len(rest) == 0, keeps_base=orders.keeps_base)
+        settings = DeviceSettings(keeps_base=orders.keeps_base)
+        poisonable = PoisonablePart(part, workload.optimizer(), has_loss=len(rest) == 0, settings=settings)
         poisonable.is_poisoned, poisonable.exaggerates = is_poisoned, exaggerates
         return poisonable
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipar.cutting.frozen import changing_state, check_stays_frozen, check_trains, freeze, frozen_layers, frozen_names
 from pipar.errors import ModelError, ProtocolError
-from pipar.nn.device_part import TorchDevicePart
+from pipar.nn.device_part import DeviceSettings, TorchDevicePart
 from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.micro_batches import MicroBatch
 from pipar.nn.optimizers import sgd
@@ -108,7 +108,7 @@ def test_a_device_gets_frozen_parameters_once_and_never_returns_them() -> None:
     source, model = network(), network()
     for one in (source, model):
         freeze(one, ["1.*", "2.*"])
-    part = TorchDevicePart(model, sgd(), has_loss=True, keeps_base=True)
+    part = TorchDevicePart(model, sgd(), has_loss=True, settings=DeviceSettings(keeps_base=True))
     part.unpack_and_install(received(state_body(source.state_dict())), keep_state=False)
     assert torch.equal(model[1].weight, source[1].weight)
     with torch.no_grad():

@@ -28,7 +28,7 @@ from torch import nn
 from pipar import random_streams
 from pipar.job.model_setup import make_learner, scores_on_test_set
 from pipar.networks.models import uses_batch_statistics
-from pipar.nn.device_part import TorchDevicePart
+from pipar.nn.device_part import DeviceSettings, TorchDevicePart
 from pipar.nn.optimizers import sgd
 from pipar.tensors.bodies import read_state, state_body
 
@@ -206,7 +206,7 @@ def test_labels_are_drawn_once_for_all_epochs_and_replaced_only_where_they_are_s
 
 
 def part(module: nn.Sequential) -> TorchDevicePart:
-    made = TorchDevicePart(module, sgd(), has_loss=False, keeps_base=True)
+    made = TorchDevicePart(module, sgd(), has_loss=False, settings=DeviceSettings(keeps_base=True))
     made.unpack_and_install(state_body({k: v.clone() for k, v in module.state_dict().items()}), keep_state=False)
     return made
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from pipar.aggregation.averaging import federated_average
 from pipar.cutting.split import split_model
 from pipar.errors import ProtocolError
-from pipar.nn.device_part import TorchDevicePart
+from pipar.nn.device_part import DeviceSettings, TorchDevicePart
 from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.optimizers import sgd
 from pipar.nn.parts import Part
@@ -421,7 +421,9 @@ def test_the_packed_state_is_a_safetensors_file_of_the_global_model() -> None:
 
 def test_changes_restore_every_bit_and_the_previous_model_is_kept_only_for_them() -> None:
     one = learner({"a": 2})
-    part = TorchDevicePart(split_model(network(), 2)[0], sgd(), has_loss=False, keeps_base=True)
+    part = TorchDevicePart(
+        split_model(network(), 2)[0], sgd(), has_loss=False, settings=DeviceSettings(keeps_base=True)
+    )
     part.unpack_and_install(one.pack("a"), keep_state=False)
     with torch.no_grad():
         for weight in part.module.parameters():

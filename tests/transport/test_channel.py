@@ -229,14 +229,14 @@ def test_latency_is_added_once_and_does_not_reduce_the_throughput(world: World) 
 
 def test_both_sides_count_the_same_bytes_by_epoch(world: World) -> None:
     async def scenario(device: Channel, server: Channel) -> list[dict[int, int]]:
-        before = dict(server.received_bytes)
+        before = dict(server.counts.received)
         assert before == {}
         for message in (activation(1), model(1_500_000), Message(Kind.TRACE, 1, body=Body.of(b"12345"))):
             device.post(message)
         server.post(Message(Kind.ROUND, 7))
         await asyncio.gather(receive(server, 3), receive(device, 1))
         await asyncio.gather(device.drain(), server.drain())
-        return [device.sent_bytes, server.received_bytes, server.sent_bytes, device.received_bytes]
+        return [device.counts.sent, server.counts.received, server.counts.sent, device.counts.received]
 
     up, up_counted, down, down_counted = world.run(scenario)
     # 49 bytes of header per frame; a trace is sent in the epoch after its own.
@@ -251,7 +251,7 @@ def test_only_the_bytes_of_the_latest_epochs_are_kept() -> None:
         for epoch in range(1, 101):
             device.post(Message(Kind.ROUND, epoch))
         await receive(server, 100)
-        return [device.sent_bytes, server.received_bytes]
+        return [device.counts.sent, server.counts.received]
 
     for counted in MemoryWorld().run(scenario):
         assert list(counted)[-2:] == [99, 100]
@@ -288,7 +288,7 @@ def test_several_tasks_can_wait_for_the_same_drain(world: World) -> None:
     async def scenario(device: Channel, server: Channel) -> int:
         device.post(model(1_200_000))
         await asyncio.gather(device.drain(), device.drain(), server.receive())
-        return sum(device.sent_bytes.values())
+        return sum(device.counts.sent.values())
 
     assert world.run(scenario) == 2 * 49 + 1_200_000
 

@@ -56,7 +56,7 @@ def test_signs_of_life_belong_to_no_epoch_and_are_not_kept() -> None:
         await asyncio.sleep(1000.0)
         for channel in (pair.device, pair.server):
             assert channel.unacknowledged == 0
-            assert channel.sent_bytes == channel.received_bytes == {}
+            assert channel.counts.sent == channel.counts.received == {}
         await pair.close()
 
     run_virtually(main())

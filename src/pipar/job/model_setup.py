@@ -19,7 +19,7 @@ from pipar.errors import OrdersError
 from pipar.events import Scores
 from pipar.job.job import Job
 from pipar.job.workload import Workload
-from pipar.nn.device_part import TorchDevicePart
+from pipar.nn.device_part import DeviceSettings, TorchDevicePart
 from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.runtime import one_thread
 from pipar.wire.orders import Orders
@@ -57,11 +57,9 @@ def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDev
             part,
             replace(workload.optimizer(), learning_rate=orders.learning_rate or None),
             has_loss=len(rest) == 0,
-            proximal=orders.proximal,
-            rounding=partial(random_streams.generator, workload.config.run.seed, "rounding", device, "up"),
-            keeps_base=orders.keeps_base,
-            each_alone=orders.is_steady,
             task=workload.task,
+            settings=DeviceSettings(orders.proximal, orders.keeps_base, orders.is_steady),
+            rounding=partial(random_streams.generator, workload.config.run.seed, "rounding", device, "up"),
         )
 
     return build

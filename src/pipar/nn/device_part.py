@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,18 @@ _ITERATIONS = "num_batches_tracked"
 _LABELS = classification(0)
 
 
+@dataclass(frozen=True)
+class DeviceSettings:
+    """How a device trains its part, as its orders say."""
+
+    proximal: float = 0.0
+    keeps_base: bool = False  # the last received model, because changes relative to it are needed
+    each_alone: bool = False  # compute each sample by itself
+
+
+_PLAIN = DeviceSettings()
+
+
 class TorchDevicePart(Part):
     """M^c_k: layers 1..P on the device; for P = Q also the loss."""
 
@@ -52,19 +65,14 @@ class TorchDevicePart(Part):
         optimizer: OptimizerSettings,
         *,
         has_loss: bool,
-        proximal: float = 0.0,
-        rounding: Generators | None = None,
-        keeps_base: bool = False,
-        each_alone: bool = False,
         task: Task = _LABELS,
+        settings: DeviceSettings = _PLAIN,
+        rounding: Generators | None = None,
     ) -> None:
-        super().__init__(module, optimizer, proximal=proximal, rounding=rounding)
+        super().__init__(module, optimizer, proximal=settings.proximal, rounding=rounding)
         self._task = task
-        self._keeps_base = keeps_base
-        self._each_alone = each_alone  # compute each sample by itself
-        self._base: dict[str, torch.Tensor] | None = (
-            None  # the last received model, if changes relative to it are needed
-        )
+        self._settings = settings
+        self._base: dict[str, torch.Tensor] | None = None  # the last received model, if it is kept
         self._is_installed = False  # a model has come, with the frozen parameters
         self._has_loss = has_loss
         self.last_loss: float | None = None  # mean over the last batch, if the device computes it
@@ -73,7 +81,7 @@ class TorchDevicePart(Part):
 
     def forward(self, micro_batch: int, piece: MicroBatch) -> Crossing:
         """Return the activations a_n at the cut; for P = Q the loss, which stays on the device."""
-        output = self._one_by_one(piece) if self._each_alone else call(self.module, piece.inputs)
+        output = self._one_by_one(piece) if self._settings.each_alone else call(self.module, piece.inputs)
         if self._has_loss:
             output = self._task.share(output, piece.targets, piece.batch_count)
             self.last_loss = output.item()
@@ -203,8 +211,8 @@ class TorchDevicePart(Part):
         state = read_state(body, self._base)
         self.install(state, keep_state=keep_state)
         self._is_installed = True
-        changing = changing_state(self.module) if self._keeps_base else {}
-        self._base = {name: state[name] for name in changing} if self._keeps_base else None
+        changing = changing_state(self.module) if self._settings.keeps_base else {}
+        self._base = {name: state[name] for name in changing} if self._settings.keeps_base else None
 
     def _may_be_missing(self) -> frozenset[str]:
         return super()._may_be_missing() if self._is_installed else frozenset()

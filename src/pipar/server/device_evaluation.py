@@ -80,7 +80,7 @@ class DeviceEvaluation:
         """Send a device the layers that it does not have."""
         has_part, frozen = session.has_model_of == epoch, not session.evaluation.has_frozen
         body = await self._pack(session.device, epoch, has_part=has_part, frozen=frozen)
-        session.channel.take_evaluation_counts()  # what came late of the one before
+        session.channel.counts.take_evaluation()  # what came late of the one before
         return session.evaluate(Message(Kind.EVALUATE, epoch, body=body))
 
     async def _pack(self, device: str, epoch: int, *, has_part: bool, frozen: bool) -> Body:
@@ -116,7 +116,7 @@ class DeviceEvaluation:
                 missing[session.device] = found
             else:
                 values[session.device] = found
-            received, sent = session.channel.take_evaluation_counts()
+            received, sent = session.channel.counts.take_evaluation()
             up, down = up + received, down + sent
         return DeviceScores(
             epoch,

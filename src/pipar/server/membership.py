@@ -351,7 +351,7 @@ class Membership:
         try:
             # A device that is drawn gets the previous round's model in its own round.
             since = trace.epoch - 1 if self.draws else None
-            self._results.add_trace(trace, downlink, *session.channel.take_counts(trace.epoch, since))
+            self._results.add_trace(trace, downlink, *session.channel.counts.take(trace.epoch, since))
         except Exception as error:  # noqa: BLE001 - results are the server's own: readers and waiters get the error
             self._results.fail(error)
             session.fail(error)

@@ -182,7 +182,7 @@ class Session:
         self.round.abandoned, self.round.is_late, self.round.outstanding = epoch, True, 0
         self.inbox.discard(epoch)
         self.recorder.take(epoch)
-        self.channel.take_counts(epoch)
+        self.channel.counts.take(epoch)
         self.channel.post(Message(Kind.ABANDON, epoch))
 
     def stop(self, epoch: int) -> None:

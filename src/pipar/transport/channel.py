@@ -15,6 +15,7 @@ from pipar.errors import LinkError, ProtocolError
 from pipar.execution.clock import sleep_until
 from pipar.execution.spans import EVALUATION, Recorder
 from pipar.settings.links import Link
+from pipar.transport.byte_counts import OF_EVALUATION, ByteCounts, travels_in
 from pipar.transport.delay_line import DelayLine, delayed
 from pipar.transport.heartbeat import Silence
 from pipar.transport.interface import SendError, Transport
@@ -40,12 +41,6 @@ _CONTROL = ("control", "control")
 _USELESS = RateLimit(burst=100_000, per_second=100.0)
 #: How long `close` waits for the peer to take what was posted.
 _CLOSE_TIMEOUT_S = 10.0
-#: Sent when their own epoch is over.
-_SENT_AFTER_THEIR_EPOCH = frozenset({Kind.REPORT, Kind.TRACE, Kind.STATE})
-#: They are no part of a round: their bytes and spans are counted apart.
-_OF_EVALUATION = frozenset({Kind.EVALUATE, Kind.SCORES})
-#: Epochs whose bytes are kept. Only the server asks for them, and a peer may name any epoch.
-_COUNTED_EPOCHS = 8
 
 
 class Channel:
@@ -66,9 +61,7 @@ class Channel:
     ) -> None:
         self.session = 0
         self.received = 0  # the number of the last complete message from the peer
-        self.sent_bytes: dict[int, int] = {}  # by epoch
-        self.received_bytes: dict[int, int] = {}
-        self._evaluation_bytes = [0, 0]  # received and sent
+        self.counts = ByteCounts()
         self.meter = Meter()  # of what is sent
         self.most_unacknowledged: int | None = None  # messages; None: no limit
         self._recorder = recorder
@@ -196,7 +189,7 @@ class Channel:
         if frame.sequence > self.received + 1:
             raise ProtocolError(f"{frame.message} has number {frame.sequence}, but {self.received + 1} comes next.")
         message = self._assembler.feed(frame)
-        self._count(frame, received=True)
+        self.counts.add(frame, received=True)
         if self.is_real:
             self.received_frames.note(frame, self._loop.time() if frame.came_at is None else frame.came_at)
         if message is not None:
@@ -216,33 +209,6 @@ class Channel:
                 f"{message} is not needed, and neither were {_USELESS.burst} frames before it; at most "
                 f"{_USELESS.per_second:g} per second are tolerated on average."
             )
-
-    def take_counts(self, epoch: int, since: int | None = None) -> tuple[int, int]:
-        """Return the bytes received and sent in an epoch, or `since` an earlier one; forget the counts up to it."""
-        epochs = range(epoch if since is None else since, epoch + 1)
-        received, sent = (
-            sum(counted.get(number, 0) for number in epochs) for counted in (self.received_bytes, self.sent_bytes)
-        )
-        counts = received, sent
-        for counted in (self.received_bytes, self.sent_bytes):
-            for old in [number for number in counted if number <= epoch]:
-                del counted[old]
-        return counts
-
-    def take_evaluation_counts(self) -> tuple[int, int]:
-        """Return the bytes received and sent to evaluate models since the last call."""
-        received, sent = self._evaluation_bytes
-        self._evaluation_bytes = [0, 0]
-        return received, sent
-
-    def _count(self, frame: Frame, *, received: bool) -> None:
-        if frame.message.kind in _OF_EVALUATION:
-            self._evaluation_bytes[0 if received else 1] += frame.size_bytes
-            return
-        total, epoch = self.received_bytes if received else self.sent_bytes, _travels_in(frame.message)
-        total[epoch] = total.get(epoch, 0) + frame.size_bytes
-        if len(total) > _COUNTED_EPOCHS:
-            del total[next(iter(total))]
 
     @property
     def held_bytes(self) -> int:
@@ -403,7 +369,7 @@ class Channel:
         if self._pacer.rates.at(end) is None:
             # Without an emulated rate, the lane is busy until the transport has taken the frame.
             end = self._pacer.free_at = max(end, written_at)
-        self._count(frame, received=False)
+        self.counts.add(frame, received=False)
         self._record(frame, free_at, start, end)
 
     def _measure(self, frame: Frame, ready_at: float, emulated_s: float) -> None:
@@ -413,7 +379,7 @@ class Channel:
         nothing about the link.
         """
         if not self.is_real or emulated_s > 0:
-            self.meter.count(_travels_in(frame.message), frame.size_bytes, emulated_s)
+            self.meter.count(travels_in(frame.message), frame.size_bytes, emulated_s)
         elif frame.sequence > self._sent_before:
             self.sent_frames.note(frame, ready_at)
 
@@ -421,8 +387,8 @@ class Channel:
         """Record one span per message; one that was overtaken, or waited for a chunk, has a span for each stretch."""
         message = frame.message
         kind, cause = _SPANS.get(message.kind, _CONTROL)
-        place = (_travels_in(message), message.iteration, message.micro_batch)
-        lane = EVALUATION if message.kind in _OF_EVALUATION else self._lane
+        place = (travels_in(message), message.iteration, message.micro_batch)
+        lane = EVALUATION if message.kind in OF_EVALUATION else self._lane
         if lane is self._lane:
             self._recorder.waited(lane, cause, *place, free_at, start)
         began = start
@@ -436,8 +402,3 @@ class Channel:
         else:
             self._stretch = None
             self._recorder.busy(lane, kind, *place, began, end)
-
-
-def _travels_in(message: Message) -> int:
-    """Return the epoch in which a message is on the link."""
-    return message.epoch + (message.kind in _SENT_AFTER_THEIR_EPOCH)
