@@ -111,7 +111,7 @@ SAID: list[tuple[Event, str]] = [
     (ReloadFailed("b.pem has no certificate."), "warning: b.pem has no certificate."),
     (Expiring("The certificate in a.pem expires soon."), "warning: The certificate in a.pem expires soon."),
     (Refused("pi-9", "Another network."), "warning: pi-9 was refused: Another network."),
-    (Refused("", "No HELLO.", again=True), "warning: an unknown device was refused: No HELLO.; it may try again"),
+    (Refused("", "No HELLO.", again=True), "warning: an unknown device was refused: No HELLO; it may try again"),
     (ReportWritten("runs/mine/report.html"), "report written to runs/mine/report.html"),
     (ReportFailed("No report of runs/mine: no space left."), "warning: No report of runs/mine: no space left."),
     (Resumed(6), "resuming after round 6, from its checkpoint"),

@@ -44,6 +44,11 @@ def test_a_run_without_a_trace_has_no_spans(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_only_the_page_of_a_run_is_readable_by_other_users(folder: Path) -> None:
+    assert {path.name for path in folder.iterdir() if path.stat().st_mode & 0o077} == {"report.html"}
+
+
+@pytest.mark.slow
 def test_an_unfinished_run_is_read_from_its_lines(folder: Path) -> None:
     for name in ("result.json", "trace.json", "outlook.json", "report.html"):
         (folder / name).unlink()

@@ -257,8 +257,8 @@ def starting_text(event: Starting) -> str:
 
 def refused_text(event: Refused) -> str:
     """Return which device was refused, and why."""
-    again = "; it may try again" if event.again else ""
-    return f"{event.device or 'an unknown device'} was refused: {event.reason}{again}"
+    reason = f"{event.reason.rstrip('.')}; it may try again" if event.again else event.reason
+    return f"{event.device or 'an unknown device'} was refused: {reason}"
 
 
 def not_evaluated_text(event: NotEvaluated) -> str:

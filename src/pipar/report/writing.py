@@ -17,7 +17,7 @@ from pipar.report.what_if import what_if
 from pipar.settings.config import Config
 from pipar.storage.run_json import plan_from_json, strict_json
 from pipar.storage.run_names import comparison_name, new_folder
-from pipar.storage.whole_files import write_atomically
+from pipar.storage.whole_files import PRIVATE, write_atomically
 
 REPORT = "report.html"
 
@@ -91,4 +91,4 @@ def _write_outlook(folder: Path, job: Job, fleet: Fleet | None) -> None:
     here = {name: plans[name] for name in job.sizes if name in plans}
     if len(here) == len(job.sizes):
         written = strict_json(what_if(job, here, fleet))
-        write_atomically(folder / "outlook.json", (json.dumps(written, indent=1) + "\n").encode())
+        write_atomically(folder / "outlook.json", (json.dumps(written, indent=1) + "\n").encode(), mode=PRIVATE)
