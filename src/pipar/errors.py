@@ -10,7 +10,14 @@ from collections.abc import Iterable
 
 
 class PiparError(Exception):
-    """The base of every error that pipar raises on purpose."""
+    """The base of every error that pipar raises on purpose.
+
+    >>> try:
+    ...     pipar.plan(settings=["run.epochs=none"])
+    ... except pipar.PiparError as error:
+    ...     print(str(error)[:19])
+    run.epochs = 'none'
+    """
 
 
 class InputError(PiparError):

@@ -26,9 +26,9 @@ def public() -> Iterator[tuple[str, Any]]:
     for name in pipar.__all__:
         thing = getattr(pipar, name)
         thing = thing if inspect.isroutine(thing) or inspect.isclass(thing) else type(thing)
+        yield name, thing
         if thing in (Config, PiparError):  # have pages of their own
             continue
-        yield name, thing
         for member, value in vars(thing).items() if inspect.isclass(thing) else ():
             if inspect.isfunction(value) and not member.startswith("_"):
                 yield f"{name}.{member}", value

@@ -193,7 +193,12 @@ class DeviceSection(Section):
 
 
 class Config(Section):
-    """A whole configuration; `Config()` is what an empty file means."""
+    """A whole configuration; `Config()` is what an empty file means.
+
+    >>> config = pipar.Config(run={"epochs": 2, "devices_per_round": 2})
+    >>> config.drawn_count, config.device_count, config.optimizer.name
+    (2, 4, 'sgd')
+    """
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
