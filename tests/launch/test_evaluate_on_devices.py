@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.deployments import check_weights, training
 from support.networks import Residual
+from support.programs import address_of, place
 from support.training import EXACT, Case, Trained, make_job, train_workload
 from torch import nn
 from torch.nn import functional as F
@@ -216,6 +219,30 @@ def test_real_processes_and_virtual_time_evaluate_the_same(tmp_path: Path, monke
     assert real["weights_sha256"] == virtual["weights_sha256"]
     for key in ("epoch", "devices", "mean", "worst_decile", "missing"):
         assert real["device_metrics"][key] == virtual["device_metrics"][key]
+
+
+@pytest.mark.slow
+def test_a_deployment_evaluates_every_later_model_after_a_crash(tmp_path: Path, profiles: Path) -> None:
+    tree = training(epochs=6)
+    tree["data"]["evaluate_on_devices"] = 0.3
+    names = ("pi-1", "pi-2", "pi-3")
+    with place(tmp_path, profiles, tree) as here:
+        server = here.server("--set", "server.min_devices=3")
+        address = address_of(server)
+        devices = [here.device(name, address) for name in names]
+        server.says("round 2 saved")
+        server.kill()
+        server = here.server("--resume", "--set", "server.min_devices=3", listen=address)
+        assert server.ends() == 0
+        for device in devices:  # one that was still reconnecting when the training ended keeps trying
+            if device.poll() is None:
+                device.signal(signal.SIGTERM)
+        assert [device.ends() for device in devices] == [0] * 3
+        check_weights(here, tree)
+        result = here.result()
+        assert list(result["device_metrics"]["devices"]) == list(names)
+        assert all(list(epoch["device_metrics"]["devices"]) == list(names) for epoch in result["epochs"][2:])
+        assert all(epoch["device_metrics"].get("missing", {}) == {} for epoch in result["epochs"])
 
 
 # --- the best model
