@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipar.cutting.forward_effects import ForwardEffects, effects_of
+from pipar.cutting.exporting import NoRecordingError, recorded
+from pipar.cutting.forward_effects import ForwardEffects, effects_of, remembers
 from pipar.networks.models import hides_effects
 
 EXAMPLE = torch.zeros(2, 4)
@@ -56,6 +57,43 @@ def test_random_numbers_and_batch_statistics_are_noticed_where_they_change_nothi
     nn.init.zeros_(dropping[3].weight)
     assert effects_of(dropping, EXAMPLE) == ForwardEffects(mixes_samples=True, is_random=True)
     assert effects_of(sequence(nn.GroupNorm(2, 4)), EXAMPLE) == ForwardEffects()
+
+
+class LikeTheFirst(nn.Module):
+    """Uses the first sample, or the last one, for all."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + values[self.place]
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_one_sample_that_is_used_for_all_is_noticed(place: int) -> None:
+    assert effects_of(sequence(LikeTheFirst(place)), EXAMPLE) == ForwardEffects(mixes_samples=True)
+
+
+class Annealed(nn.Module):
+    """Counts its forwards in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.layer(values) / self.forwards
+
+
+def test_a_network_that_counts_in_an_attribute_is_not_recorded() -> None:
+    assert effects_of(Annealed(), EXAMPLE).counts_forwards
+    with pytest.raises(NoRecordingError, match="a second forward differs from the first"):
+        recorded(Annealed(), EXAMPLE)
+    moving = nn.Sequential(nn.BatchNorm1d(4), nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), nn.Dropout(0.5))
+    assert not remembers(moving, EXAMPLE)
 
 
 @pytest.mark.parametrize("module", [Counting(in_place=True), Counting(in_place=False), Deciding()])

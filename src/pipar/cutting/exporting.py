@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from pipar.cutting.forward_effects import remembers
 from pipar.cutting.own_backward import own_backward
 from pipar.errors import ModelError
 from pipar.tensors.inputs import Inputs, rebuilt, tensors_of
@@ -46,12 +47,16 @@ def recorded(network: nn.Module, example: Inputs) -> fx.GraphModule:
 
 
 def _lost(network: nn.Module, example: Inputs) -> str | None:
-    """Return why a recording would have other gradients than the network; None if it has not."""
+    """Return why a recording would train otherwise than the network; None if it would not."""
     try:
         own = own_backward(network, example)
     except Exception as error:
         raise NoRecordingError(type(network).__name__, _cause(error, "")) from error
-    return None if own is None else f"{own}, and a recording would lose these gradients"
+    if own is not None:
+        return f"{own}, and a recording would lose these gradients"
+    if remembers(network, example):
+        return "a second forward differs from the first, as with a counter that is no buffer, and a recording would not"
+    return None
 
 
 def _exported(network: nn.Module, example: Inputs) -> torch.export.ExportedProgram:

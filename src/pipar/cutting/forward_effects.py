@@ -28,18 +28,19 @@ class ForwardEffects:
 
     mixes_samples: bool = False  # the output for a sample depends on the other samples, as with batch normalisation
     is_random: bool = False  # as with dropout
-    counts_forwards: bool = False  # it changes buffers or decides by values, once for each micro-batch
+    counts_forwards: bool = False  # it changes buffers or attributes, or decides by values, for each micro-batch
 
 
 def effects_of(network: nn.Module, example: Inputs, *, is_recorded: bool = False) -> ForwardEffects:
     """Return the effects of a network's forward; recorded operations decide nothing by values."""
     samples = drawn_like(example, 5, seed=2)
-    # Of two samples alone, normalisation would make 1 and -1 whatever they are.
-    first = _tried(network, samples, [0, 1, 2], seed=0)
-    other = _tried(network, samples, [0, 3, 4], seed=0)
-    again = _tried(network, samples, [0, 1, 2], seed=1)
-    mixes_samples = not _same_first_rows(first.outputs, other.outputs)
-    decides = first.reads_values and not is_recorded
+    # Of two samples alone, normalisation would make 1 and -1 whatever they are. The second one is compared, because a
+    # network may use the first or the last one for all.
+    first = _tried(network, samples, [1, 0, 2], seed=0)
+    other = _tried(network, samples, [3, 0, 4], seed=0)
+    again = _tried(network, samples, [1, 0, 2], seed=1)
+    mixes_samples = not _same_second_rows(first.outputs, other.outputs)
+    decides = (first.reads_values and not is_recorded) or remembers(network, example)
     return ForwardEffects(
         mixes_samples=mixes_samples,
         is_random=first.draws or not _equal(first.outputs, again.outputs),
@@ -47,14 +48,42 @@ def effects_of(network: nn.Module, example: Inputs, *, is_recorded: bool = False
     )
 
 
-def _same_first_rows(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Return whether the first sample has the same outputs; one number for all samples counts as an output of each."""
+@torch.no_grad()
+def remembers(network: nn.Module, example: Inputs) -> bool:
+    """Return whether a second forward differs from the first with the same samples, buffers and random state of torch.
+
+    Then the network counts in an attribute, for example, or draws with Python's random.
+    """
+    copied = copy.deepcopy(network).train()
+    stir(dict(copied.named_parameters()))
+    given = in_dtype(drawn_like(example, 2, seed=2), dtype_of(network))
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in copied.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    outputs = []
+    for _ in range(2):
+        for module, name, buffer, value in buffers:
+            buffer.copy_(value)
+            setattr(module, name, buffer)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            output = call(copied, mapped(given, Tensor.clone))
+        outputs.append([one.clone() for one in tree_leaves(output) if isinstance(one, Tensor)])
+    return not _same(*outputs)
+
+
+def _same_second_rows(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether the second sample has the same outputs; one number for all samples counts as an output of each."""
+    return _same(*([one[1:2] if one.ndim else one for one in outputs] for outputs in (ones, others)))
+
+
+def _same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether outputs are the same up to rounding."""
     floating = [one for one in ones if one.is_floating_point() and one.numel()]
     scale = max((float(one.abs().max()) for one in floating), default=0.0)
-    return len(ones) == len(others) and all(
-        same(one[:1] if one.ndim else one, other[:1] if other.ndim else other, scale)
-        for one, other in zip(ones, others, strict=True)
-    )
+    return len(ones) == len(others) and all(same(one, other, scale) for one, other in zip(ones, others, strict=True))
 
 
 def _equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
