@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from simulation.tiny_training import Training
 
 #: A long world keeps only its last events.
 _MOST_EVENTS = 20_000
+#: Trainings whose first weights differ by rounding errors, to see what these grow to.
+_DISTURBED = 10
 
 
 class Checks:
@@ -143,18 +146,32 @@ class Checks:
         self.check(invariants.only_members_count, epoch, [*counted, *event.partly], self._scenario.names)
         self.check(invariants.weights_are_finite, epoch, self._models[epoch])
         if self._scenario.is_exact and self.violation is None:
-            expected = self._expected(epoch, counted, event.partly)
-            self.check(invariants.aggregate_is_the_mean, epoch, self._models[epoch], expected)
+            self._check_weights(epoch, partial(self._expected, epoch, counted, event.partly))
+
+    def _check_weights(self, epoch: int, expected: Callable[[State], State]) -> None:
+        """Check the model of a round against what plain training makes of the model of the round before.
+
+        Some rounds magnify each rounding error, as batch normalisation does in a small batch of similar samples. If the
+        difference is too large for others, it is compared with what small errors in the first weights grow to.
+        """
+        before, after = self._models[epoch - 1], self._models[epoch]
+        plain, allowed = expected(before), invariants.EXACT
+        if invariants.largest_error(after, plain) > allowed:
+            velocities, draw = dict(self._velocities), torch.Generator().manual_seed(epoch)
+            disturbed = [expected(_rounded(before, draw)) for _ in range(_DISTURBED)]
+            self._velocities = velocities
+            allowed = invariants.allowed_error([invariants.largest_error(one, plain) for one in disturbed])
+        self.check(invariants.aggregate_is_the_mean, epoch, after, plain, allowed)
 
     async def until_over(self, epoch: int) -> None:
         """Return when this round is over for the first time."""
         if epoch > max(self._counted, default=0):
             await self._reached.setdefault(epoch, self._loop.create_future())
 
-    def _expected(self, epoch: int, counted: Mapping[str, int], partly: Mapping[str, int]) -> State:
-        """Return the model of a round by the definition of the method, from that of the round before."""
+    def _expected(self, epoch: int, counted: Mapping[str, int], partly: Mapping[str, int], before: State) -> State:
+        """Return the model of a round by the definition of the method, from `before`."""
         method, rules = METHODS[self._scenario.method], Rules(self._workload.optimizer(), self._scenario.local_epochs)
-        model, before = self._workload.build_model(), self._models[epoch - 1]
+        model = self._workload.build_model()
         shards = {name: self._workload.samples.shard(name) for name in (*counted, *partly)}
         if not method.shares_server_model:
             return federated_round(model, before, shards, epoch, rules)
@@ -222,3 +239,13 @@ def _zero_momentum(state: State, scenario: Scenario) -> State:
     """Return zeros for the weights of the layers that devices share on the server."""
     shared = {str(number) for number in scenario.server_layers}
     return {name: torch.zeros_like(tensor) for name, tensor in state.items() if name.partition(".")[0] in shared}
+
+
+def _rounded(state: State, draw: torch.Generator) -> State:
+    """Return a copy whose weights differ by rounding errors."""
+
+    def noisy(tensor: torch.Tensor) -> torch.Tensor:
+        relative = torch.randn(tensor.shape, generator=draw, dtype=tensor.dtype) * torch.finfo(tensor.dtype).eps
+        return tensor * (1 + relative)
+
+    return {name: noisy(tensor) if tensor.is_floating_point() else tensor for name, tensor in state.items()}

@@ -13,7 +13,7 @@ from pipar.storage.checkpoint import Disk
 from pipar.wire.frames import cut_message, unpack_frame
 from pipar.wire.messages import Kind, Message, json_body
 from simulation.disk import UnreliableDisk
-from simulation.invariants import Violation, aggregate_is_the_mean
+from simulation.invariants import EXACT, Violation, aggregate_is_the_mean, allowed_error
 from simulation.network import damage
 
 
@@ -24,6 +24,12 @@ def test_a_mean_that_is_one_bit_off_is_exact_and_one_that_is_a_millionth_off_is_
     for wrong in (state["weight"] + 1e-6, state["weight"] * torch.nan):
         with pytest.raises(Violation, match="the model of round 1"):
             aggregate_is_the_mean(1, {"weight": wrong}, state)
+
+
+def test_a_round_that_magnifies_rounding_allows_more_but_never_a_millionth() -> None:
+    assert allowed_error([1e-16, 2e-16]) == EXACT
+    assert allowed_error([1e-14, 5e-13]) == pytest.approx(1e-11)
+    assert allowed_error([1e-3]) < 1e-8
 
 
 def test_damaged_frames_are_refused_or_read_as_frames() -> None:
