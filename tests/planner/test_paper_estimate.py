@@ -11,7 +11,7 @@ from support.recursion import iteration_s, stage_times
 
 from pipar.errors import PlanError
 from pipar.methods import Plan
-from pipar.planner.paper_estimate import StageTimes, batches_to_fill_idle_time, closed_form_s
+from pipar.planner.paper_estimate import StageTimes, closed_form_s
 from pipar.profiling.profile import Profile
 from pipar.settings.links import Link
 
@@ -88,13 +88,6 @@ def test_an_iteration_of_a_profiled_network_takes_the_time_computed_by_hand(
     assert iteration_s(times, n) == pytest.approx(seconds, rel=1e-12)
 
 
-def test_the_number_that_fills_idle_time_counts_the_servers_layers_after_the_cut(make_profile: MakeProfile) -> None:
-    link = Link(up_bps=1e5, down_bps=2.5e5)
-    times = stage_times(make_profile(ON_DEVICE), make_profile(ON_SERVER), Plan(2, 1), 100, link)
-    # (4 + 0.2 + 0.2 + 1.6) / min(6, 12) = 1. With f_s over layers 1..P, 0.6, it would be 6.4 / 6, and N = 3.
-    assert batches_to_fill_idle_time(times) == 2
-
-
 @pytest.mark.slow
 @given(times_of_stages, st.integers(1, 40))
 def test_the_closed_form_is_the_recursion_up_to_rounding(times: StageTimes, n: int) -> None:
@@ -146,30 +139,3 @@ def test_profiles_of_two_networks_are_refused(make_profile: MakeProfile) -> None
     device, server = make_profile([(1.0, 1.0, 1, 0)] * 2), make_profile([(1.0, 1.0, 1, 0)] * 3)
     with pytest.raises(PlanError, match="2 layers, the server's of hand with 3"):
         stage_times(device, server, Plan(1, 1), 100, SLOW)
-
-
-@pytest.mark.parametrize(
-    ("times", "n"),
-    [
-        (StageTimes(1, 1, 1, 1, 1, 1), 5),
-        (StageTimes(2, 1, 1, 1, 1, 4), 3),
-        (StageTimes(4, 1, 1, 1, 1, 3), 3),
-        (StageTimes(4, 1, 1, 1, 1, 5), 2),
-        (StageTimes(4, 0, 0, 0, 0, 5), 1),
-        (StageTimes(0, 0, 0, 0, 0, 0), 1),
-        (StageTimes(0.1, 0.1, 0.1, 0.1, 0.0, 0.1), 4),  # 0.1 + 0.1 + 0.1 is a rounding above 3 x 0.1
-    ],
-)
-def test_idle_time_is_filled_by_this_many_micro_batches(times: StageTimes, n: int) -> None:
-    assert batches_to_fill_idle_time(times) == n
-
-
-@pytest.mark.slow
-@given(st.builds(StageTimes, *[st.integers(1, 1000).map(float)] * 6), st.integers(1, 20))
-def test_the_number_that_fills_idle_time_does_not_depend_on_the_cut(times: StageTimes, n: int) -> None:
-    assert batches_to_fill_idle_time(times.divided_by(n)) == batches_to_fill_idle_time(times)
-
-
-def test_a_device_that_takes_no_time_cannot_fill_idle_time() -> None:
-    with pytest.raises(PlanError, match="no number of micro-batches fills the idle time"):
-        batches_to_fill_idle_time(StageTimes(0.0, 1.0, 1.0, 1.0, 1.0, 1.0))

@@ -86,6 +86,10 @@ class LinkState:
     links: tuple[Link, ...]  # in the order of the configuration, without duplicates
     chosen: Option
 
+    def to_dict(self) -> dict[str, Any]:
+        links = [link.model_dump(mode="json") for link in self.links]
+        return {"links": links, "plans": _tree(self.chosen), "epoch_s": self.chosen.epoch_s}
+
 
 @dataclass(frozen=True)
 class ExhaustiveSearch:
@@ -103,6 +107,19 @@ class ExhaustiveSearch:
         """T_opt / T; paper V-D."""
         return self.best.epoch_s / self.chosen_epoch_s
 
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "best": {"plans": _tree(self.best), "epoch_s": self.best.epoch_s},
+            "chosen_epoch_s": self.chosen_epoch_s,
+            "score": self.score,
+            "exhaustive": {
+                "micro_batches": "all" if self.grid is None else list(self.grid),
+                "simulated": self.simulated,
+                "ruled_out": self.ruled_out,
+                "seconds": self.seconds,
+            },
+        }
+
 
 @dataclass(frozen=True)
 class LeakageLimitCost:
@@ -112,6 +129,16 @@ class LeakageLimitCost:
     ruled_out: Mapping[int, float]
     without: Option  # the choice without the limit
     guess: float | None = None  # similarity of a reconstruction without any activation
+
+    def to_dict(self, chosen: Option) -> dict[str, Any]:
+        """Return the limit with what it costs: the chosen plans against those without it."""
+        return {
+            "max_leakage": self.most,
+            "guess": self.guess,
+            "ruled_out": [{"split_point": p, "leakage": leaks} for p, leaks in self.ruled_out.items()],
+            "without": {"plans": _tree(self.without), "epoch_s": self.without.epoch_s},
+            "relative": chosen.epoch_s / self.without.epoch_s,
+        }
 
 
 @dataclass(frozen=True)
@@ -218,39 +245,10 @@ class Explanation:
             "seconds": self.seconds,
         }
         if self.states:
-            document["states"] = [
-                {
-                    "links": [link.model_dump(mode="json") for link in state.links],
-                    "plans": _tree(state.chosen),
-                    "epoch_s": state.chosen.epoch_s,
-                }
-                for state in self.states
-            ]
+            document["states"] = [state.to_dict() for state in self.states]
         if self.leakage_limit is not None:
-            without = self.leakage_limit.without
-            document["privacy"] = {
-                "max_leakage": self.leakage_limit.most,
-                "guess": self.leakage_limit.guess,
-                "ruled_out": [
-                    {"split_point": p, "leakage": leaks} for p, leaks in self.leakage_limit.ruled_out.items()
-                ],
-                "without": {"plans": _tree(without), "epoch_s": without.epoch_s},
-                "relative": self.chosen.epoch_s / without.epoch_s,
-            }
-        if self.exhaustive is not None:
-            found = self.exhaustive
-            document |= {
-                "best": {"plans": _tree(found.best), "epoch_s": found.best.epoch_s},
-                "chosen_epoch_s": found.chosen_epoch_s,
-                "score": found.score,
-                "exhaustive": {
-                    "micro_batches": "all" if found.grid is None else list(found.grid),
-                    "simulated": found.simulated,
-                    "ruled_out": found.ruled_out,
-                    "seconds": found.seconds,
-                },
-            }
-        return document
+            document["privacy"] = self.leakage_limit.to_dict(self.chosen)
+        return document if self.exhaustive is None else document | self.exhaustive.to_dict()
 
 
 def _tree(option: Option) -> list[dict[str, Any]]:

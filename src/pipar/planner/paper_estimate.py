@@ -6,7 +6,6 @@ a micro-batch as 1/N of the full batch's. `planner.costs` and `planner.simulator
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from pipar.errors import PlanError
@@ -94,21 +93,6 @@ def closed_form_s(times: StageTimes, micro_batches: int) -> float:
     once = times.fc + times.u + served + times.d + times.bc
     slowest = max(times.fc, times.u, served, times.d, times.bc)
     return max(micro_batches * (times.fc + times.bc), once + (micro_batches - 1) * slowest)
-
-
-def batches_to_fill_idle_time(times: StageTimes) -> int:
-    """Return N = 1 + ceil((u + f_s + b_s + d) / min(f_c, b_c)); paper III-C, phase 3.
-
-    f_s sums layers P+1..Q. The paper prints 1..P there, against its own definition.
-    """
-    has_backward = times.d > 0 or times.bc > 0
-    idle, filling = times.u + times.fs + times.bs + times.d, min(times.fc, times.bc) if has_backward else times.fc
-    if idle == 0:
-        return 1
-    if filling == 0:
-        raise PlanError("The forward or backward pass takes no time: no number of micro-batches fills the idle time.")
-    # Times such as 0.1 and 0.2 are not exact: a quotient that is above 3 only by rounding counts as 3.
-    return 1 + math.ceil(idle / filling * (1 - 1e-12))
 
 
 def estimate_plans(fleet: Fleet) -> dict[str, tuple[Plan, float]]:
