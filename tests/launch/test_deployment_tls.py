@@ -26,10 +26,10 @@ def here(tmp_path: Path, profiles: Path) -> Iterator[Place]:
 
 @pytest.fixture
 def folder(here: Place) -> Path:
-    """Return a folder with an authority, the server's certificate, and one for each of two devices."""
+    """Return a folder with an authority, the server's certificate and those of devices, which expire in 20 days."""
     path = here.folder / "certs"
-    certs("init", "--folder", str(path), "--host", "train.local")
-    certs("issue", "pi-1", "pi-2", "pi-3", "--folder", str(path))
+    certs("init", "--folder", str(path), "--host", "train.local", "--days", "20")
+    certs("issue", "pi-1", "pi-2", "pi-3", "--folder", str(path), "--days", "20")
     return path
 
 
@@ -84,6 +84,8 @@ def test_devices_with_right_certificates_train_and_those_with_wrong_ones_end_wit
     server.says("pi-2 joined")
     here.let_go("pi-1")
     assert [program.ends() for program in (server, honest, second)] == [0, 0, 0]
+    for program, file in ((server, "server"), (honest, "pi-1"), (second, "pi-2")):
+        assert f"{file}.pem expires on" in program.text(), "each program announces its own certificate"
     assert counted(here)[-1] == {"pi-1", "pi-2"}
     check_weights(here, tree)
     check_nothing_is_left(here)
