@@ -1,6 +1,6 @@
 """The paper's networks without their own layers: the cuts that are found in their operations, and the plans by them.
 
-Each network is wrapped, so that it is no nn.Sequential any more. It is planned twice, for the same machines and with
+Each network is wrapped, so that it is not an nn.Sequential. It is planned twice, for the same machines and with
 the same counts: with all cuts that are found, and with those after its layers only, which are named.
 """
 
@@ -24,7 +24,7 @@ _FLEET = [
 
 
 class Wrapped(nn.Module):
-    """A network that is no nn.Sequential."""
+    """A network that is not an nn.Sequential."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def format_rate(bits_per_second: float | None) -> str:
 
 
 def format_mbits(bits_per_second: float | None, digits: int = 6) -> str:
-    """Return a rate in Mbit/s without the unit, rounded to this number of digits; None is no limit."""
+    """Return a rate in Mbit/s without the unit, rounded to this number of digits; None means no limit."""
     if bits_per_second is None:
         return "unlimited"
     return f"{float(f'{bits_per_second / 1e6:.{digits}g}'):g}"  # g alone would write 1234 in three digits as 1.23e+03

@@ -1,4 +1,4 @@
-"""A network that is no nn.Sequential is a line of stages; cut anywhere, it trains as the uncut one."""
+"""A network that is not an nn.Sequential is a line of stages; cut anywhere, it trains as the uncut one."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_cuts_inside_blocks_are_left_out_before_those_between_them(monkeypatch: 
 
 
 class Wrapped(nn.Module):
-    """A network of pipar that is no nn.Sequential."""
+    """A network of pipar that is not an nn.Sequential."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

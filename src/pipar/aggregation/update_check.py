@@ -78,7 +78,7 @@ class UpdateCheck:
         for name, tensor in state.items():
             if name.endswith(_BATCHES) and not _counts_up(before[name], tensor):
                 raise UnusableModelError(
-                    device, f"{device} returned a model whose {name} is not that of a training that went on."
+                    device, f"{device} returned a model whose {name} did not count up, as it does in training."
                 )
         self._new[device] = _Update(
             samples,

@@ -102,7 +102,7 @@ def same(one: Tensor, other: Tensor, scale: float) -> bool:
 
 
 def _equal_where_finite(one: Tensor, other: Tensor, scale: float) -> bool:
-    """Return whether tensors with infinite values, or with values that are no numbers, have them at the same places."""
+    """Return whether two tensors have their infinite values and NaN, if any, at the same places."""
     finite = one.isfinite()
     if not torch.equal(finite, other.isfinite()):
         return False

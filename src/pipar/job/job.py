@@ -75,7 +75,7 @@ class Job:
     target_size: TargetSize = LABELS  # of the targets that travel with activations
     most_samples: int | None = None  # that a device may report; None: any number
     steady_layers: int = 0  # first layers whose activations are the same in every epoch
-    cuts: CutList | None = None  # of a network that is no nn.Sequential, or has cut points
+    cuts: CutList | None = None  # of a network that is not an nn.Sequential, or has cut points
     adapters: bool = False  # of low rank are trained
     counts_forwards: bool = False  # each forward changes a buffer, or decides by values
     evaluation_sizes: Mapping[str, int] = field(default_factory=dict)  # of devices that evaluate models, if known

@@ -145,7 +145,7 @@ def _as_counted(layer: LayerProfile, count: LayerCount, dtype: str) -> LayerProf
 
 
 def _load_profile(file: str) -> Profile:
-    """Return the profile from a file; a name without a suffix that is no file is taken for a misspelt machine."""
+    """Return the profile from a file; a name without a suffix that is not a file is taken for a misspelt machine."""
     path = Path(file)
     if not path.suffix and not path.exists():
         raise ConfigError(

@@ -223,7 +223,7 @@ class Samples:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape of one sample; if it is no single tensor, the number of its values."""
+        """The shape of one sample; if it is not a single tensor, the number of its values."""
         return self.form.shape
 
     @cached_property

@@ -70,7 +70,7 @@ class Workload:
             label_seed=label_seed,
             expected_targets=self._expected_targets,
         )
-        self._line: Line | None = None  # of a network that is no nn.Sequential
+        self._line: Line | None = None  # of a network that is not an nn.Sequential
         self._is_plain = False  # an nn.Sequential of the user's that needs no line
 
     @property

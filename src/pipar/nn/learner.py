@@ -193,7 +193,7 @@ class TorchLearner:
         return {"loss": False, "accuracy": True, **named}
 
     def decode(self, device: str, body: Body) -> dict[str, torch.Tensor]:
-        """Return the tensors of the part that a device returned; raise UnusableModelError if it is no model."""
+        """Return the tensors of the part that a device returned; raise UnusableModelError if it is not a model."""
         part, _ = split_model(self.model, self._split_points[device])
         try:
             return read_state(body, changing_state(part))

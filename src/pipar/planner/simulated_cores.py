@@ -56,7 +56,7 @@ class SimulatedCores:
         return begin, end
 
     def decode(self, now: float, seconds: float) -> tuple[float, float]:
-        """Return when decoding a trained part is begun and done; it is no part of the iterations' work."""
+        """Return when decoding a trained part is begun and done; it is not part of the iterations' work."""
         begin = max(now, self._free_at[0])
         slower = 1.0 + self._fleet.server.contention(0) * self._others_at_work(begin, waited=begin > now)
         end = begin + seconds * slower

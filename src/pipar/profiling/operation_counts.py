@@ -41,7 +41,7 @@ class PassCount:
 
 @dataclass(frozen=True)
 class CountedTensor:
-    """One of several tensors that cross a cut: elements of one sample, and bytes of one if it is no float."""
+    """One of several tensors that cross a cut: elements of one sample, and bytes of one if it is not a float."""
 
     elements: int
     other_bytes: int = 0

@@ -67,7 +67,7 @@ class ReplayClock:
 
 @dataclass(frozen=True)
 class RoundRates:
-    """The measured rates of one direction of a link, from the start of each round on; None is no limit."""
+    """The measured rates of one direction of a link, from the start of each round on; None means no limit."""
 
     steps: Sequence[tuple[float, float | None]]
 

@@ -70,7 +70,7 @@ class Knowledge:
     silences_s: tuple[float, ...] = ()  # the longest of each of its rounds
     frame_bytes: int = 0  # the largest that travels either way
     model_bytes: int = 0
-    up_bps: float | None = SLOWEST_BPS  # as measured; None is no limit
+    up_bps: float | None = SLOWEST_BPS  # as measured; None means no limit
     down_bps: float | None = SLOWEST_BPS
     sign_every_s: float = 0.0  # how often it was told to show signs of life, at the rarest that may still apply
     patience: float = 1.0  # above 1 after it was taken for dead and was not

@@ -22,7 +22,7 @@ Quantity = TypeVar("Quantity")
 
 
 class Link(BaseModel):
-    """The two directions of one device's connection, each with its own rate; None is no limit.
+    """The two directions of one device's connection, each with its own rate; None means no limit.
 
     A link that changes has each link of `cycle` for `every_s` seconds in turn; its own rates are those of the first.
     """

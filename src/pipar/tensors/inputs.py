@@ -87,7 +87,7 @@ def drawn_like(example: Inputs, count: int, seed: int) -> Any:
 
 @dataclass(frozen=True)
 class TensorForm:
-    """One tensor of a sample: its shape, and its dtype if it is no floating-point tensor in the network's own."""
+    """One tensor of a sample: its shape, and its dtype if it is not a floating-point tensor in the network's own."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
@@ -145,7 +145,7 @@ class InputForm:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of a sample; if it is no single tensor, the number of its values."""
+        """The shape of a sample; if it is not a single tensor, the number of its values."""
         if self.names is None and not self.is_tuple:
             return self.tensors[0].shape
         return (sum(math.prod(form.shape) for form in self.tensors),)

@@ -91,7 +91,7 @@ def _differentiable(tensor: Tensor) -> Tensor:
 
 
 def _recorded(layer: nn.Module, inputs: Inputs, own: Mapping[int, Tensor]) -> Inputs | None:
-    """Return the output of a copy of the layer in train mode; None if it is no tensor, or its graph is incomplete.
+    """Return the output of a copy of the layer in train mode; None if it is not a tensor, or its graph is incomplete.
 
     A copy, because a forward may change the layer's state. It shares the layer's weights, which may be large.
     """

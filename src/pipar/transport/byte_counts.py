@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipar.wire.frames import Frame
 from pipar.wire.messages import Kind, Message
 
-#: They are no part of a round: their bytes and spans are counted apart.
+#: They are not part of a round: their bytes and spans are counted apart.
 OF_EVALUATION = frozenset({Kind.EVALUATE, Kind.SCORES})
 #: Sent when their own epoch is over.
 _SENT_AFTER_THEIR_EPOCH = frozenset({Kind.REPORT, Kind.TRACE, Kind.STATE})

@@ -107,7 +107,7 @@ class Channel:
         self.shape(rate(link), link.latency_s, cycle=[rate(one) for one in link.cycle], every_s=link.every_s)
 
     def rate_bps(self, epoch: int) -> float | None:
-        """Return the rate at which this side sends, emulated or measured in the epoch so far; None is no limit.
+        """Return the rate at which this side sends, emulated or measured in the epoch so far; None means no limit.
 
         It is 0 for a link between machines that has not carried enough data yet: the link may be slow.
         """

@@ -21,12 +21,12 @@ class RateOverTime(Protocol):
         """Return when `bits` that start at `start` are sent: the integral of the rate from start to end is `bits`."""
 
     def at(self, time: float) -> float | None:
-        """Return the rate at this time; None is no limit."""
+        """Return the rate at this time; None means no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A rate over time: each of `cycle` for `every_s` seconds, repeated from `since` on. None is no limit."""
+    """A rate over time: each of `cycle` for `every_s` seconds, repeated from `since` on. None means no limit."""
 
     cycle: tuple[float | None, ...] = (None,)
     every_s: float = math.inf

@@ -302,7 +302,7 @@ def norm_body(squared: float) -> Body:
 
 
 def read_norm(message: Message) -> float:
-    """Return the squared norm in NORM; raise ProtocolError if it is no number that a gradient may have."""
+    """Return the squared norm in NORM; raise ProtocolError unless it is a number that a gradient may have."""
     content = bytes(message.body.contiguous()) if message.body.buffers else b""
     squared = struct.unpack("<d", content)[0] if len(content) == _NORM_BYTES else math.nan
     if not 0 <= squared <= _LARGEST_SQUARED_NORM:
