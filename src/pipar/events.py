@@ -141,6 +141,7 @@ class Started:
     leakage: str = ""  # which cuts privacy.max_leakage rules out, in words
     equivalence_reasons: tuple[str, ...] = ()  # why the weights will not be exact; see pipar.job.equivalence
     local_epochs: int = 1  # passes over each device's samples in one epoch
+    layers: int | None = None  # the paper's Q; 1 if the network is not cut anywhere
 
 
 @dataclass(frozen=True)

@@ -287,8 +287,29 @@ def test_a_comparison_names_the_methods_whose_weights_are_not_exact(tmp_path: Pa
     console.print(result_table(Result(tmp_path, content), Config()))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
-    assert "\nfl, sfl: weights are exact\npipar: weights are statistical: batch statistics, dropout\n" in text
-    assert "equivalence statistical: batch statistics, dropout" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.split())
+    assert "fl, sfl: weights are exact † pipar: weights are statistical: batch statistics, dropout; the" in words
+    assert "test accuracy 59.0 % †" in words
+    assert "equivalence † statistical: batch statistics, dropout" in words
+    rows = {line.split()[0]: line for line in text.splitlines() if " N=" in line}
+    assert [name for name, line in rows.items() if "59.0 % †" in line] == ["pipar"]
+
+
+def test_tables_say_when_the_whole_network_stays_on_the_device(tmp_path: Path) -> None:
+    whole = _result(tmp_path, "fl", [{"split_point": 1, "micro_batches": 1}], 12.5)
+    uncut = _result(tmp_path, "pipar", [{"split_point": 5, "micro_batches": 1}], 12.5)
+    results = {
+        "fl": Result(tmp_path, {**whole.content, "layers": 1}),
+        "pipar": Result(tmp_path, {**uncut.content, "layers": 5}),
+    }
+    console = Console(width=100, file=io.StringIO(), color_system=None)
+    console.print(comparison_table(results, Config()))
+    assert isinstance(console.file, io.StringIO)
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert any(line.startswith("fl whole network N=1 12.50") for line in lines)
+    at = lines.index("pipar: P=5 N=1")
+    assert lines[at + 1] == "the whole network on the device: federated learning"
 
 
 @pytest.mark.slow

@@ -330,3 +330,12 @@ def _begin_while_drawing(step: int) -> bool:
 def test_events_may_arrive_at_any_moment_of_drawing(run: Callable[[int], bool]) -> None:
     steps = next(step for step in range(1, 10_000) if not run(step))
     assert steps > 20
+
+
+def test_the_title_says_when_a_network_is_not_cut() -> None:
+    plans = {"plans": {"a": "P=5 N=1"}, "samples": {"a": 40}, "iterations": {"a": 4}}
+    shown = _shown(Started("runs/x", "pipar", 4, 2, **plans, layers=5), terminal=False)
+    assert "pipar: PiPar, P=5 N=1 (the whole network on the device: federated learning)\n" in shown
+    one_stage = {**plans, "plans": {"a": "P=1 N=1"}}
+    shown = _shown(Started("runs/x", "fl", 4, 2, **one_stage, layers=1), terminal=False)
+    assert "fl: federated learning, whole network N=1\n" in shown

@@ -332,3 +332,16 @@ def test_what_is_trained_and_which_devices_take_part_is_told_in_words() -> None:
     }
     assert _training_texts(config_from({}))["round"] == ""
     assert _training_texts(config_from({"run": {"devices_per_round": 0.5}}))["round"].startswith("50 % of the devices")
+
+
+def test_numbers_of_a_statistical_run_are_marked_and_uncut_networks_are_named() -> None:
+    plan = {"device": "pi-1", "split_point": 1, "micro_batches": 1}
+    fl = {"method": "fl", "equivalence": "exact", "layers": 1, "plans": [plan], "test_accuracy": 0.1}
+    cut = {**fl, "method": "pipar", "layers": 5, "equivalence": "statistical"}
+    cut["equivalence_reasons"] = ["batch statistics"]
+    whole = {**fl, "method": "sfl", "layers": 5, "plans": [{**plan, "split_point": 5}]}
+    runs = content([RunRecord(result=result) for result in (fl, cut, whole)])["runs"]
+    assert [run["mark"] for run in runs] == ["", " †", ""]
+    assert [run["plan"] for run in runs] == ["whole network N=1", "P=1 N=1", "P=5 N=1"]
+    assert [run["devices"]["rows"][0]["plan"] for run in runs] == ["whole network N=1", "P=1 N=1", "P=5 N=1"]
+    assert [run["whole"] for run in runs] == [None, None, "the whole network on the device: federated learning"]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from pipar.errors import ConfigError
+from pipar.methods import Plan
 from pipar.settings.config_file import config_from
-from pipar.settings.wording import equivalence_text, privacy_text
+from pipar.settings.wording import equivalence_text, plan_text, privacy_text, statistical_mark, whole_network_text
 
 
 def spent(*of: tuple[int, float]) -> dict[str, Any]:
@@ -66,3 +67,22 @@ def test_an_error_about_two_keys_of_a_section_begins_with_one_of_them(tree: dict
 )
 def test_the_equivalence_is_named_with_its_reasons(result: dict[str, Any], text: str | None) -> None:
     assert equivalence_text(result) == text
+
+
+def test_a_network_that_is_not_numbered_in_layers_has_no_p() -> None:
+    assert plan_text(Plan(1, 1, up="planes", down="planes"), 1) == "whole network N=1 planes"
+    assert plan_text(Plan(1, 12), 5) == plan_text(Plan(1, 12), None) == "P=1 N=12"
+
+
+def test_only_a_method_that_cuts_networks_says_that_it_cuts_none() -> None:
+    said = "the whole network on the device: federated learning"
+    assert whole_network_text("pipar", [Plan(5, 1), Plan(5, 2)], 5) == said
+    assert whole_network_text("pipar", [Plan(5, 1), Plan(4, 2)], 5) == ""
+    assert whole_network_text("fl", [Plan(5, 1)], 5) == ""
+    assert whole_network_text("pipar", [Plan(5, 1)], None) == ""
+
+
+def test_only_numbers_of_statistical_runs_have_a_mark() -> None:
+    assert statistical_mark({"equivalence": "statistical", "equivalence_reasons": ["dropout"]}) == " †"
+    assert statistical_mark({"equivalence": "lossy"}) == " †"  # in a result of an earlier version
+    assert statistical_mark({"equivalence": "exact", "equivalence_reasons": []}) == statistical_mark({}) == ""

@@ -82,7 +82,7 @@ def test_the_html_of_a_run_is_escaped_and_says_what_holds() -> None:
     assert Cells(html).rows == [
         ["plan", "P=2 N=3"],
         ["epoch", "3.00 s on average"],
-        ["test accuracy", "75.0 %"],
+        ["test accuracy", "75.0 % †"],
         ["equivalence", "statistical: dropout"],
         ["folder", "runs/a&b"],
         ["epoch", "seconds", "train loss", "val acc."],
@@ -147,7 +147,7 @@ def test_a_comparison_is_a_mapping_with_a_row_for_each_method() -> None:
     assert both.frame()["equivalence"].to_dict() == {"pipar": "statistical", "fl": "exact"}
     assert Cells(both._repr_html_()).rows == [
         ["method", "plan", "s/epoch", "vs fl", "test acc.", "MB up", "MB down", "weights"],
-        ["pipar", "P=2 N=3", "3.00", "1.33x", "75.0 %", "1.50", "0.50", "statistical: dropout"],
+        ["pipar", "P=2 N=3", "3.00", "1.33x", "75.0 % †", "1.50", "0.50", "statistical: dropout"],
         ["fl", "P=2 N=3", "4.00", "1.00x", "75.0 %", "1.50", "0.50", "exact"],
     ]
 

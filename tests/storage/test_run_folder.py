@@ -245,6 +245,7 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
         "equivalence": "exact",
         "equivalence_reasons": [],
         "seed": 7,
+        "layers": 2,
         "plans": [
             {"device": "pi-1", "split_point": 1, "micro_batches": 2, "window": 0, "up": "raw", "down": "raw"},
             {"device": "pi-2", "split_point": 1, "micro_batches": 2, "window": 0, "up": "raw", "down": "raw"},

@@ -18,7 +18,7 @@ from pipar.monitoring.epoch_lines import percent
 from pipar.planner.fleet import Member
 from pipar.planner.search_settings import TIE
 from pipar.planner.timing import LANES
-from pipar.settings.wording import guess_text, link_text, ruled_out_text
+from pipar.settings.wording import WHOLE, guess_text, link_text, plan_text, ruled_out_text, whole_network_text
 
 _BAR = 30
 _RUNNERS_UP = 5
@@ -26,8 +26,8 @@ _RUNNERS_UP = 5
 
 def plan_view(explained: Explanation) -> RenderableType:
     """Return the whole output of `pipar plan`."""
-    parts: list[RenderableType] = [_title(explained), _choice(explained), *_encodings(explained)]
-    parts += [_epoch_line(explained), *_limit_line(explained), _lanes(explained)]
+    parts: list[RenderableType] = [_title(explained), _choice(explained), *_whole_line(explained)]
+    parts += [*_encodings(explained), _epoch_line(explained), *_limit_line(explained), _lanes(explained)]
     if explained.states:
         parts += [_states_line(explained), _states(explained)]
     picture = explained.timeline()
@@ -74,12 +74,19 @@ def _choice(explained: Explanation) -> Table:
     for row in rows:
         schedule = [f"1F1B({row.plan.window})" if row.plan.window else ""] if windows else []
         memory = [_memory_text(row)] if limits else []
-        plan = (str(row.plan.split_point), str(row.plan.micro_batches))
+        plan = (WHOLE if explained.job.layers == 1 else str(row.plan.split_point), str(row.plan.micro_batches))
         link = link_text(row.devices[0].link).replace(" Mbit/s", "")
         seconds = f"{row.predicted_s:.2f}"
         device = (_devices_text(row.devices), _machine_text(row), link)
         table.add_row(*device, *plan, *schedule, seconds, *memory)
     return table
+
+
+def _whole_line(explained: Explanation) -> list[Text]:
+    """Return a line if the best plan of a method that cuts networks is not to cut this one."""
+    job = explained.job
+    said = whole_network_text(job.method.name, explained.chosen.plans.values(), job.layers)
+    return [Text(f"P = {job.layers} is {said}.")] if said else []
 
 
 def _encodings(explained: Explanation) -> list[Text]:
@@ -150,7 +157,7 @@ def _lanes(explained: Explanation) -> Table:
 
 
 def _picture_title(explained: Explanation, picture: Timeline) -> Text:
-    plan = explained.chosen.plans[picture.device]
+    plan = plan_text(explained.chosen.plans[picture.device], explained.job.layers)
     if picture.whole_epoch:
         return Text(f"\nOne epoch of {picture.device}, {plan}, including the exchange of models\n", style="bold")
     return Text(f"\nOne iteration of {picture.device}, {plan}\n", style="bold")
@@ -224,7 +231,7 @@ def _why_not(explained: Explanation) -> list[Text]:
 def _plans_text(explained: Explanation, plans: Plans) -> str:
     """Return the common plan, or each plan with its devices."""
     if len(set(plans.values())) == 1:
-        return str(next(iter(plans.values())))
+        return plan_text(next(iter(plans.values())), explained.job.layers)
     return ", ".join(f"{_devices_text(row.devices)} {row.plan}" for row in explained.rows(plans))
 
 

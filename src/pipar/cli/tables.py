@@ -19,7 +19,16 @@ from pipar.methods import Plan
 from pipar.monitored_metric import VAL_LOSS
 from pipar.monitoring.epoch_lines import metrics_text, number_text, percent
 from pipar.settings.config import Config
-from pipar.settings.wording import equivalence_text, privacy_text, range_text, setting_text
+from pipar.settings.wording import (
+    WHOLE,
+    equivalence_text,
+    plan_text,
+    privacy_text,
+    range_text,
+    setting_text,
+    statistical_mark,
+    whole_network_text,
+)
 from pipar.storage.device_table import device_rows, value_names
 from pipar.storage.run_json import plan_from_json
 from pipar.units import format_bytes
@@ -34,6 +43,8 @@ if TYPE_CHECKING:
 _WIDEST = 110
 #: Width of a number in the comparison, with a space next to it, so that plans have room.
 _CELL = 7
+#: What a mark at an accuracy means.
+_NOT_EXACT = "; the accuracy may differ from that of exact training"
 #: Different plans that are listed; further ones are only counted.
 _MOST_PLANS = 8
 #: Devices whose own values are listed; the others are in result.json.
@@ -51,9 +62,15 @@ def _plan_lines(content: Mapping[str, Any]) -> list[str]:
     """Return a line for each of the most frequent plans, with its number of devices."""
     counts = Counter(_plans(content)).most_common()
     if len(counts) == 1:
-        return [str(counts[0][0])]
+        return [plan_text(counts[0][0], content.get("layers"))]
     more = [f"and {len(counts) - _MOST_PLANS} other plans"] if len(counts) > _MOST_PLANS else []
     return [f"{count} x {plan}" for plan, count in counts[:_MOST_PLANS]] + more
+
+
+def _whole_line(content: Mapping[str, Any]) -> list[str]:
+    """Return a line if a method that cuts networks trains the whole network on every device."""
+    said = whole_network_text(content["method"], _plans(content), content.get("layers"))
+    return [said] if said else []
 
 
 def _plans_in_short(content: Mapping[str, Any]) -> str:
@@ -62,7 +79,8 @@ def _plans_in_short(content: Mapping[str, Any]) -> str:
     cuts, pieces = ([get(plan) for plan in plans] for get in (attrgetter("split_point"), attrgetter("micro_batches")))
     windows = {plan.window for plan in plans}
     schedule = f" 1f1b({windows.pop()})" if len(windows) == 1 and 0 not in windows else ""
-    return f"P={range_text(cuts)} N={range_text(pieces)}{schedule}"
+    where = WHOLE if content.get("layers") == 1 else f"P={range_text(cuts)}"
+    return f"{where} N={range_text(pieces)}{schedule}"
 
 
 def _plans(content: Mapping[str, Any]) -> list[Plan]:
@@ -97,7 +115,7 @@ def result_table(result: Result, config: Config) -> RenderableType:
         "training", f"{content['model']} on {content['dataset']}, method {content['method']}, {_world(content)}"
     )
     table.add_row("emulated", setting_text(config, "\n"))
-    table.add_row("plan", "\n".join([*_plan_lines(content), *_replans(content)]))
+    table.add_row("plan", "\n".join([*_plan_lines(content), *_whole_line(content), *_replans(content)]))
     if epochs:
         seconds = result.seconds_per_epoch
         rate = _average(epochs, "samples") / seconds if seconds else 0.0
@@ -107,7 +125,7 @@ def result_table(result: Result, config: Config) -> RenderableType:
         table.add_row("idle", f"server {idle[0]:.2f} s, device {idle[1]:.2f} s of each epoch")
         table.add_row("sent", f"{_traffic(epochs, 'bytes_up')} up, {_traffic(epochs, 'bytes_down')} down in each epoch")
     if content["test_accuracy"] is not None:
-        table.add_row("test accuracy", percent(content["test_accuracy"]))
+        table.add_row("test accuracy", f"{percent(content['test_accuracy'])}{statistical_mark(content)}")
     elif content.get("test_loss") is not None:
         table.add_row("test loss", f"{content['test_loss']:.4f}")
     if content.get("test_metrics"):
@@ -122,7 +140,7 @@ def result_table(result: Result, config: Config) -> RenderableType:
         table.add_row("privacy", privacy)
     if content.get("stopped") is not None:
         table.add_row("stopped", content["stopped"])
-    table.add_row("equivalence", equivalence_text(content))
+    table.add_row("equivalence", f"{statistical_mark(content)} {equivalence_text(content)}".lstrip())
     table.add_row("folder", f"{result.folder}/")
     table.add_row("files", ", ".join(sorted(path.name for path in result.folder.iterdir())))
     return Group(Text(), table)
@@ -187,10 +205,12 @@ def comparison_table(results: Mapping[str, Result], config: Config) -> Renderabl
 
 def _equivalence_lines(results: Mapping[str, Result]) -> list[Text]:
     """Return a line for each different equivalence, with its methods."""
-    methods: dict[str | None, list[str]] = {}
+    methods: dict[str, list[str]] = {}
     for method, result in results.items():
-        methods.setdefault(equivalence_text(result.content), []).append(method)
-    return [Text(f"{', '.join(names)}: weights are {text}", overflow="fold") for text, names in methods.items()]
+        mark = statistical_mark(result.content).lstrip()
+        text = f"weights are {equivalence_text(result.content)}{_NOT_EXACT if mark else ''}"
+        methods.setdefault(text, []).append(f"{mark} {method}".lstrip())
+    return [Text(f"{', '.join(names)}: {text}", overflow="fold") for text, names in methods.items()]
 
 
 def _whole_plans(results: Mapping[str, Result]) -> list[RenderableType]:
@@ -199,7 +219,7 @@ def _whole_plans(results: Mapping[str, Result]) -> list[RenderableType]:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for method, result in results.items():
-        lines = _plan_lines(result.content)
+        lines = [*_plan_lines(result.content), *_whole_line(result.content)]
         if lines != [_plans_in_short(result.content)]:
             table.add_row(f"{method}:", "\n".join(lines))
     return [table, Text()] if table.row_count else []
@@ -218,7 +238,7 @@ def _comparison_row(result: Result, base_s: float, *, private: bool) -> list[str
         f"{base_s / seconds:.2f}x" if seconds else "-",
         number_text(_average(epochs, "server_idle_s"), 2, _CELL),
         number_text(_average(epochs, "device_idle_s"), 2, _CELL),
-        percent(result.test_accuracy),
+        f"{percent(result.test_accuracy)}{statistical_mark(result.content)}",
         *epsilon,
         number_text(_average(epochs, "bytes_up") / 1e6, 2, _CELL),
         number_text(_average(epochs, "bytes_down") / 1e6, 2, _CELL),

@@ -20,6 +20,7 @@ class _Run:
     folder: Path
     world: str
     plans: dict[str, Plan]
+    layers: int | None
     epochs: dict[int, EpochResult] = field(default_factory=dict)
     replans: list[Replanned] = field(default_factory=list)
     reasons: tuple[str, ...] = ()  # why the weights are not exact
@@ -37,7 +38,8 @@ class History:
     def take(self, event: Event) -> bool:
         """Process one event; return whether it changes the report."""
         if isinstance(event, Started):
-            self._runs.append(_Run(Path(event.folder), event.world, _plans(event), reasons=event.equivalence_reasons))
+            run = _Run(Path(event.folder), event.world, _plans(event), event.layers, reasons=event.equivalence_reasons)
+            self._runs.append(run)
         elif isinstance(event, EpochResult) and self._runs:
             self._runs[-1].epochs[event.epoch] = event
         elif isinstance(event, Pictured) and self._runs:
@@ -92,6 +94,7 @@ def _so_far(record: RunRecord, run: _Run) -> RunRecord:
     }
     if run.plans and record.running:  # without a result.json; config.toml lacks the encodings
         changes["plans"] = plans_as_json(run.plans)
+    changes["layers"] = run.layers
     result = {**record.result, **changes}
     result["replans"] = [replan_as_json(event) for event in run.replans] or record.result["replans"]
     shown: dict[str, Any] = {"spans": ()}

@@ -38,6 +38,7 @@ from pipar.methods import METHODS, Plan
 from pipar.monitoring.event_text import EventDescriber
 from pipar.monitoring.logs import level_of
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
+from pipar.settings.wording import plan_text
 from pipar.storage.run_json import strict_json
 
 #: More rows would be hard to read, and costly to send several times a second.
@@ -91,6 +92,7 @@ class LiveState:
         self._losses: deque[float] = deque(maxlen=_LOSSES)
         self._estimate = TimeEstimate()
         self._rounds_over = 0
+        self._layers: int | None = None  # of the current run's network
 
     def take(self, event: Event, at: float) -> None:
         """Update the state by one event."""
@@ -155,10 +157,12 @@ class LiveState:
             self._rows, self._rounds_over = {}, 0
         self._phase, self._preparing, self._since = "training", None, at
         self._losses.clear()
+        self._layers = started.layers
         self._estimate = TimeEstimate()
         for name, samples in started.samples.items():
             row = self._rows.setdefault(name, DeviceRow("expected", at))
-            row.plan, row.samples = started.plans.get(name, ""), samples
+            plan = started.plans.get(name)
+            row.plan, row.samples = plan_text(Plan.parse(plan), self._layers) if plan else "", samples
 
     def _epochs_done(self) -> float:
         epoch, _, _, share = self.progress.place()
@@ -194,7 +198,7 @@ class LiveState:
                 self._drawn_train(set(event.devices), at)
             case Replanned():
                 for name, plan in event.plans.items():
-                    self._row(name, at).plan = str(Plan(**plan))
+                    self._row(name, at).plan = plan_text(Plan(**plan), self._layers)
 
     def _all_present_train(self, at: float) -> None:
         """Mark the devices that are present at the start of a round: later ones wait for the next round."""

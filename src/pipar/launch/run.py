@@ -421,6 +421,7 @@ def started_event(job: Job, folder: Path, world: World = "real") -> Started:
         metric=next(map(shown_name, job.config.task.metrics), ""),
         leakage=_leakage_text(job),
         equivalence_reasons=equivalence_reasons(job.equivalence_facts),
+        layers=job.layers,
     )
 
 

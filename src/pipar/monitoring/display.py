@@ -38,7 +38,7 @@ from pipar.methods import METHODS, Plan
 from pipar.monitoring.epoch_lines import epoch_header, epoch_line, metrics_text, percent
 from pipar.monitoring.event_text import not_evaluated_text, not_kept_text, refused_text, starting_text
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
-from pipar.settings.wording import equivalence, equivalence_text, plans_text
+from pipar.settings.wording import equivalence, equivalence_text, plan_text, plans_text, whole_network_text
 
 #: How often the live part is drawn; more often would cost time without being seen.
 REFRESH_HZ = 4.0
@@ -66,6 +66,7 @@ class Display:
         self._preparing: Preparing | None = None
         self._since = self._said = time.monotonic()
         self._live: Live | None = None
+        self._layers: int | None = None  # of the current run
         self._replanned: Replanned | None = None  # to be shown after the line of the epoch before it
         self._ended: BudgetSpent | EndedByCallback | None = None  # to be shown after the line of its epoch
 
@@ -159,7 +160,7 @@ class Display:
         """
         new, done = self._replanned, self._progress.last.epoch if self._progress.last else 0
         if new is not None and done >= new.epoch - 1:
-            plans = plans_text(str(Plan(**plan)) for plan in new.plans.values())
+            plans = plans_text(plan_text(Plan(**plan), self._layers) for plan in new.plans.values())
             why = f" ({one_line(new.reason)})" if new.reason else ""
             said = f"New plans from epoch {new.epoch} on: {plans}"
             if self._live is None:
@@ -178,9 +179,14 @@ class Display:
 
     def _introduce(self, started: Started) -> None:
         """Write what is emulated, once, and the title of the following lines."""
+        self._layers = started.layers
         if not self.folders and self._emulated:
             self._print(Text(f"Emulated: {self._emulated}."))
-        title = f"{started.method}: {METHODS[started.method].title}, {plans_text(started.plans.values())}"
+        plans = [Plan.parse(plan) for plan in started.plans.values()]
+        shown = plans_text(plan_text(plan, started.layers) for plan in plans)
+        title = f"{started.method}: {METHODS[started.method].title}, {shown}"
+        if whole := whole_network_text(started.method, plans, started.layers):
+            title += f" ({whole})"
         self._print(Text())
         self._print(Text(title, style="bold"))
         if started.leakage:

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from pipar.errors import InputError
 from pipar.events import Started
+from pipar.methods import Plan
 from pipar.settings.config import Config
 from pipar.settings.config_file import dump_config
-from pipar.settings.wording import plans_text
+from pipar.settings.wording import plan_text, plans_text
 
 Setting = str | int | float | bool
 
@@ -89,7 +90,13 @@ def describe(config: Config, started: Started) -> RunDescription:
     """Return the settings of a run: its configuration, and the plans chosen for it."""
     tree = tomllib.loads(dump_config(config))  # with the values as a configuration file has them
     settings = dict(_flattened(tree))
-    return RunDescription(Path(started.folder), {**settings, "plans": plans_text(started.plans.values())})
+    return RunDescription(
+        Path(started.folder),
+        {
+            **settings,
+            "plans": plans_text(plan_text(Plan.parse(plan), started.layers) for plan in started.plans.values()),
+        },
+    )
 
 
 def _flattened(tree: Any, path: str = "") -> Iterator[tuple[str, Setting]]:

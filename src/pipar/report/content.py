@@ -10,12 +10,21 @@ from itertools import groupby
 from typing import Any
 
 from pipar.execution.spans import COMPUTE, DOWNLINK, UPLINK, slowest_to_fastest
-from pipar.methods import METHODS, Plan
+from pipar.methods import METHODS
 from pipar.planner.timing import LANES
 from pipar.report.record import RunRecord, configured, shown_epoch
 from pipar.report.timeline import MOST_SPANS, EpochTrace, epoch_timeline, iteration_timeline
 from pipar.settings.config import Config, DeviceSection, DeviceSpec, device_specs
-from pipar.settings.wording import equivalence_text, link_text, plans_text, privacy_text, setting_text
+from pipar.settings.wording import (
+    equivalence_text,
+    link_text,
+    plan_text,
+    plans_text,
+    privacy_text,
+    setting_text,
+    statistical_mark,
+    whole_network_text,
+)
 from pipar.storage.device_table import device_rows, value_names
 from pipar.storage.run_json import plan_from_json
 
@@ -109,6 +118,7 @@ def _run(name: str, record: RunRecord, traced: EpochTrace | None) -> dict[str, A
         "folder": record.folder,
         "seed": result.get("seed"),
         "equivalence": equivalence_text(result),
+        "mark": statistical_mark(result),
         "privacy": privacy_text(result, config),
         "epsilon": result.get("epsilon") or _last(epochs, "epsilon"),
         "stopped": result.get("stopped"),
@@ -120,11 +130,12 @@ def _run(name: str, record: RunRecord, traced: EpochTrace | None) -> dict[str, A
         "is_traced": config is None or config.run.trace != "off",
         "batch_size": config.run.batch_size if config else None,
         **(_training_texts(config) if config else {}),
-        "plan": _plans_text(_plans_in_force(result, 1)),
+        "plan": _plans_text(_plans_in_force(result, 1), result),
+        "whole": _whole_text(result),
         "replans": [
             {
                 "epoch": again["epoch"],
-                "plan": _plans_text(again.get("plans", ())),
+                "plan": _plans_text(again.get("plans", ()), result),
                 "reason": str(again.get("reason") or ""),
             }
             for again in result.get("replans", ())
@@ -272,11 +283,19 @@ def _server_text(config: Config | None) -> str | None:
     return f"{cores}, speed {server.speed:g} of {machine}"
 
 
-def _plans_text(entries: Sequence[Mapping[str, Any]]) -> str:
-    plans = [str(plan_from_json(entry)) for entry in entries]
+def _plans_text(entries: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> str:
+    plans = [plan_text(plan_from_json(entry), result.get("layers")) for entry in entries]
     if len(Counter(plans)) > 4:
         return f"{len(Counter(plans))} different plans, {Counter(plans).most_common(1)[0][0]} most often"
     return plans_text(plans) if plans else "no plan yet"
+
+
+def _whole_text(result: Mapping[str, Any]) -> str | None:
+    """Return what it means if no network is cut by a method that can cut; None if it does not apply."""
+    method, plans = str(result.get("method")), _plans_in_force(result)
+    if method not in METHODS or not plans:
+        return None
+    return whole_network_text(method, map(plan_from_json, plans), result.get("layers")) or None
 
 
 # --- the timeline
@@ -312,7 +331,7 @@ def _timelines(
     if iteration is not None:
         iteration["left_out"] += record.spans_missing or 0
     return {
-        "plan": _plans_text(_plans_in_force(record.result, traced.epoch)),
+        "plan": _plans_text(_plans_in_force(record.result, traced.epoch), record.result),
         "iteration": iteration,
         "epoch": epoch_timeline(traced, devices, most=most) if record.spans_missing is None else None,
         "devices_traced": len(traced.devices),
@@ -333,7 +352,8 @@ def _devices(
     record: RunRecord, config: Config | None, traced: EpochTrace | None, seconds: float | None
 ) -> dict[str, Any]:
     """Return a row per device; if there are too many, traced devices are preferred."""
-    plans = {entry["device"]: plan_from_json(entry) for entry in _plans_in_force(record.result) if "device" in entry}
+    force, layers = _plans_in_force(record.result), record.result.get("layers")
+    plans = {entry["device"]: plan_text(plan_from_json(entry), layers) for entry in force if "device" in entry}
     specs = {spec.name: spec for spec in device_specs(config)} if config else {}
     samples, traffic = _samples(record.result), _traffic(record.result)
     names = sorted({*plans, *samples} or set(specs))
@@ -357,7 +377,7 @@ def _shares(busy_s: Mapping[str, float], seconds: float | None) -> dict[str, flo
 
 
 def _device(
-    name: str, plan: Plan | None, spec: DeviceSpec | None, samples: int | None, busy: Mapping[str, float]
+    name: str, plan: str | None, spec: DeviceSpec | None, samples: int | None, busy: Mapping[str, float]
 ) -> dict[str, Any]:
     machine = None
     if spec is not None:
@@ -365,7 +385,7 @@ def _device(
         machine = whole if spec.speed == 1 else f"{spec.speed:g} of {whole}"
     return {
         "device": name,
-        "plan": str(plan) if plan else None,
+        "plan": plan,
         "samples": samples,
         "link": link_text(spec.link) if spec else None,
         "machine": machine,

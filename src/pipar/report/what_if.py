@@ -18,7 +18,7 @@ from pipar.planner.search import search_plans
 from pipar.planner.search_settings import SearchSettings
 from pipar.planner.simulator import simulate
 from pipar.planner.timing import FEWEST_ITERATIONS, LANES, STEADY_ITERATIONS, Timing, steady_epoch_s
-from pipar.settings.wording import plans_text
+from pipar.settings.wording import plan_text, plans_text
 
 Plans = Mapping[str, Plan]
 #: A case to predict: the list for its result, its name, its fleet, and plans to start from.
@@ -48,7 +48,7 @@ def what_if(job: Job, plans: Plans | None = None, fleet: Fleet | None = None) ->
     few = fleet.sampled(_SETTINGS.devices)
     timing = simulate(few, plans, STEADY_ITERATIONS)
     document: dict[str, Any] = {
-        "plan": _text(plans),
+        "plan": _text(plans, fleet.layers),
         "epoch_s": steady_epoch_s(simulate, few, plans),
         "bottleneck": timing.bottleneck,
         "utilisation": {lane: min(1.0, timing.busy_s[lane] / timing.epoch_s) for lane in LANES},
@@ -92,7 +92,7 @@ def _answer(words: str, fleet: Fleet, start: Plans | None) -> list[dict[str, Any
     found += [reencoded(fleet, start)] if start is not None else []
     few = fleet.sampled(_SETTINGS.devices)
     seconds, plans = min(((steady_epoch_s(simulate, few, plans), plans) for plans in found), key=lambda one: one[0])
-    return [{"change": words, "plan": _text(plans), "epoch_s": seconds}]
+    return [{"change": words, "plan": _text(plans, fleet.layers), "epoch_s": seconds}]
 
 
 def _simulate_briefly(fleet: Fleet, plans: Plans, iterations: int | None) -> Timing:
@@ -100,14 +100,14 @@ def _simulate_briefly(fleet: Fleet, plans: Plans, iterations: int | None) -> Tim
     return simulate(fleet, plans, STEADY_ITERATIONS if iterations is None else iterations)
 
 
-def _text(plans: Plans) -> str:
-    return plans_text(str(plan) for plan in plans.values())
+def _text(plans: Plans, layers: int) -> str:
+    return plans_text(plan_text(plan, layers) for plan in plans.values())
 
 
 def _paper(job: Job, fleet: Fleet, few: Fleet) -> dict[str, Any]:
     """Return the plans that the paper's estimate would have chosen, and their seconds."""
     plans = plans_by_estimate(job, fleet)
-    return {"plan": _text(plans), "epoch_s": steady_epoch_s(simulate, few, plans)}
+    return {"plan": _text(plans, fleet.layers), "epoch_s": steady_epoch_s(simulate, few, plans)}
 
 
 # --- changed conditions

@@ -6,9 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from pipar.methods import METHODS, Plan
 from pipar.settings.config import Config, DeviceSection
 from pipar.settings.links import Link
 from pipar.units import format_mbits
+
+#: Instead of P, where a network is one stage.
+WHOLE = "whole network"
 
 
 def training_text(config: Config) -> str:
@@ -39,6 +43,17 @@ def link_text(link: Link) -> str:
     else:
         rates = f"{format_mbits(link.up_bps)}/{format_mbits(link.down_bps)} Mbit/s"
     return f"{rates} + {link.latency_s * 1e3:g} ms" if link.latency_s else rates
+
+
+def plan_text(plan: Plan, layers: int | None) -> str:
+    """Return a plan: "P=2 N=3", or "whole network N=1" where the network is not numbered in layers, as in fl."""
+    return str(plan).replace("P=1", WHOLE, 1) if layers == 1 else str(plan)
+
+
+def whole_network_text(method: str, plans: Iterable[Plan], layers: int | None) -> str:
+    """Return what it means if a method that can cut networks cuts none (P = Q); else an empty text."""
+    is_whole = METHODS[method].splits and {plan.split_point for plan in plans} == {layers}
+    return "the whole network on the device: federated learning" if is_whole else ""
 
 
 def plans_text(plans: Iterable[str]) -> str:
@@ -80,6 +95,11 @@ def equivalence_text(result: Mapping[str, Any]) -> str | None:
     if said == "lossy":  # in a result of an earlier version
         said, reasons = "statistical", ["lossy encoding"]
     return f"{said}: {', '.join(map(str, reasons))}" if reasons else said
+
+
+def statistical_mark(result: Mapping[str, Any]) -> str:
+    """Return the mark of a number of a statistical run, " †", or an empty text; its reasons stand below the table."""
+    return " †" if (equivalence_text(result) or "").startswith("statistical") else ""
 
 
 def ruled_out_text(most: float, ruled_out: Mapping[int, float]) -> str:

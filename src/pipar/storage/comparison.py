@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from pipar.html_table import html_line, html_page, html_rows
-from pipar.settings.wording import equivalence_text
+from pipar.settings.wording import equivalence_text, statistical_mark
 from pipar.storage import result_views
 from pipar.storage.result import Result
 
@@ -108,7 +108,7 @@ def _html_row(row: Mapping[str, Any], result: Result) -> list[str]:
         result_views.plans(result.content),
         result_views.number(row["seconds"], 2),
         "-" if speed_up is None else f"{speed_up:.2f}x",
-        result_views.percent(row["test_accuracy"]),
+        f"{result_views.percent(row['test_accuracy'])}{statistical_mark(result.content)}",
         result_views.number(row["bytes_up"] / 1e6, 2),
         result_views.number(row["bytes_down"] / 1e6, 2),
         equivalence_text(result.content) or "-",

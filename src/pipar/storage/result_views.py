@@ -11,7 +11,7 @@ from typing import Any
 
 from pipar.extras import optional_library
 from pipar.html_table import html_facts, html_line, html_page, html_rows
-from pipar.settings.wording import equivalence_text, plans_text
+from pipar.settings.wording import equivalence_text, plan_text, plans_text, statistical_mark, whole_network_text
 from pipar.storage.run_json import plan_from_json
 from pipar.units import format_percent
 
@@ -124,9 +124,9 @@ def result_html(content: Row, folder: Path, seconds: float | None) -> str:
     """Return a run as HTML: what was trained and how it ended, then its last epochs."""
     epochs, accuracy = content["epochs"], content["test_accuracy"]
     facts = {
-        "plan": plans(content),
+        "plan": f"{plans(content)}{_whole(content)}",
         "epoch": None if seconds is None else f"{seconds:.2f} s on average",
-        "test accuracy": None if accuracy is None else percent(accuracy),
+        "test accuracy": None if accuracy is None else f"{percent(accuracy)}{statistical_mark(content)}",
         **{f"test {name}": number(value, 4) for name, value in (content.get("test_metrics") or {}).items()},
         "on devices": _on_devices(content.get("device_metrics") or {}),
         "equivalence": equivalence_text(content),
@@ -137,6 +137,12 @@ def result_html(content: Row, folder: Path, seconds: float | None) -> str:
     note = [html_line(f"The last {_MOST_EPOCHS} of {len(epochs)} epochs")] if left_out > 0 else []
     table = epochs_html(epochs[-_MOST_EPOCHS:]) if epochs else html_line("No epoch was finished.")
     return html_page(title(content), html_facts(facts), *note, table)
+
+
+def _whole(content: Row) -> str:
+    chosen = [plan_from_json(entry) for entry in content["plans"]]
+    said = whole_network_text(content["method"], chosen, content.get("layers"))
+    return f" ({said})" if said else ""
 
 
 def _on_devices(metrics: Row) -> str | None:
@@ -169,7 +175,7 @@ def epochs_html(epochs: Sequence[Row]) -> str:
 
 def plans(content: Row) -> str:
     """Return the plans at the start, with the number of devices of each."""
-    texts = [str(plan_from_json(entry)) for entry in content["plans"]]
+    texts = [plan_text(plan_from_json(entry), content.get("layers")) for entry in content["plans"]]
     counts = Counter(texts).most_common()
     return plans_text(texts) if len(counts) <= _MOST_PLANS else f"{len(counts)} plans, {counts[0][0]} most often"
 

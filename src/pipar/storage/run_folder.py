@@ -362,6 +362,7 @@ class RunFolder:
             "equivalence": equivalence(self.equivalence_reasons),
             "equivalence_reasons": list(self.equivalence_reasons),
             "seed": job.config.run.seed,
+            "layers": job.layers,
             "plans": plans_as_json(job.plans),
             "replans": self._replans(),
             "epochs": self.epochs.rows(),

@@ -55,6 +55,7 @@
   const part = (value, whole) => (isNumber(value) && isNumber(whole) && whole > 0 ? value / whole : null);
   const short = (value) => (isNumber(value) ? String(Number(value.toPrecision(4))) : "–");
   const times = (value) => (isNumber(value) ? `${value.toFixed(2)}×` : "–");
+  const mark = (run) => run.mark || "";
   const megabytes = (value) => (isNumber(value) ? `${(value / 1e6).toFixed(2)} MB` : "–");
 
   function duration(seconds) {
@@ -221,11 +222,11 @@
       cards.push(card("devices idle", share(part(run.device_idle_s, run.seconds)), `${seconds(run.device_idle_s)} of an epoch`));
       const tested = isNumber(run.test_accuracy);
       if (tested || isNumber(run.val_accuracy)) {
-        cards.push(card(tested ? "test accuracy" : "validation accuracy", share(tested ? run.test_accuracy : run.val_accuracy, 1),
-          content.accuracy_is_equal ? "the same with every method" : null));
+        cards.push(card(tested ? "test accuracy" : "validation accuracy", `${share(tested ? run.test_accuracy : run.val_accuracy, 1)}${mark(run)}`,
+          run.mark ? `† ${run.equivalence}` : content.accuracy_is_equal ? "the same with every method" : null));
       }
       for (const [name, value] of Object.entries(run.metrics ?? {})) {
-        if (isNumber(value)) cards.push(card(`${run.is_tested ? "test" : "validation"} ${name}`, digits(value, 4)));
+        if (isNumber(value)) cards.push(card(`${run.is_tested ? "test" : "validation"} ${name}`, `${digits(value, 4)}${mark(run)}`, run.mark ? `† ${run.equivalence}` : null));
       }
       const [own] = ["accuracy", ...(run.evaluation?.names ?? [])].filter((name) => isNumber(run.evaluation?.mean[name]));
       if (own) {
@@ -248,9 +249,11 @@
       number("server idle"), number("device idle"), number("accuracy"), ...(isPrivate ? [number("epsilon")] : []), number("up"), number("down"), column("plan")];
     const rows = runs.map((run) => [run.name, seconds(run.seconds),
       ...bases.map((base) => (run.method === base ? times(1) : times(run.speedups[base]))),
-      seconds(run.server_idle_s), seconds(run.device_idle_s), share(run.test_accuracy ?? run.val_accuracy, 1), ...(isPrivate ? [short(run.epsilon)] : []), megabytes(run.bytes_up), megabytes(run.bytes_down), run.replans.length ? `${run.plan}, then new plans` : run.plan]);
+      seconds(run.server_idle_s), seconds(run.device_idle_s), `${share(run.test_accuracy ?? run.val_accuracy, 1)}${mark(run)}`, ...(isPrivate ? [short(run.epsilon)] : []), megabytes(run.bytes_up), megabytes(run.bytes_down), run.replans.length ? `${run.plan}, then new plans` : run.plan]);
     const known = runs.map((run, place) => [run.seconds, place]).filter(([value]) => isNumber(value)).sort((a, b) => a[0] - b[0]);
-    return table("Means over the epochs; the fastest method in bold.", heads, rows, { best: known.length ? known[0][1] : -1 });
+    const made = table("Means over the epochs; the fastest method in bold.", heads, rows, { best: known.length ? known[0][1] : -1 });
+    const marked = runs.filter((run) => run.mark).map((run) => `† ${run.name}: weights are ${run.equivalence}; the accuracy may differ from that of exact training.`);
+    return [made, ...marked.map((words) => element("p", { class: "note" }, words))];
   }
 
   // --- the timeline
@@ -628,6 +631,7 @@
     const found = run.outlook;
     const made = element("div", { class: "plan" });
     made.append(element("h3", {}, `${isCompared ? `${run.name}: ` : ""}${run.plan}`));
+    if (run.whole) made.append(element("p", {}, `${run.whole[0].toUpperCase()}${run.whole.slice(1)}.`));
     for (const again of run.replans) made.append(element("p", {}, `New plans from epoch ${again.epoch} on: ${again.plan}${again.reason ? ` (${again.reason})` : ""}.`));
     if (run.busiest) made.append(element("p", {}, `The busiest lane was the ${run.busiest}: ${share(run.utilisation[run.busiest])} of an epoch on average.`));
     if (!found || !isNumber(found.epoch_s)) {
