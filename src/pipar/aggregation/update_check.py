@@ -150,8 +150,12 @@ class UpdateCheck:
 
 def batch_momenta(module: nn.Module) -> dict[str, float | None]:
     """Return the momentum of each layer that averages batch statistics, by the name of its batch counter."""
-    layers = ((f"{place}.{_BATCHES}".removeprefix("."), layer) for place, layer in module.named_modules())
-    return {name: getattr(layer, "momentum", None) for name, layer in layers if hasattr(layer, _BATCHES)}
+    momenta: dict[str, float | None] = {}
+    for place, layer in module.named_modules():
+        counter, momentum = getattr(layer, _BATCHES, None), getattr(layer, "momentum", None)
+        if isinstance(counter, Tensor) and counter.numel() == 1 and isinstance(momentum, float | int | None):
+            momenta[f"{place}.{_BATCHES}".removeprefix(".")] = momentum
+    return momenta
 
 
 def _counts_up(before: Tensor, after: Tensor) -> bool:
