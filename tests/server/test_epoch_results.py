@@ -15,7 +15,7 @@ from pipar.events import EpochResult, Scores
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import EpochTrace, Recorder, Span, Totals
 from pipar.job.job import Bounds
-from pipar.server.epoch_results import ResultCollector, RoundSummary, TimeBounds
+from pipar.server.epoch_results import ResultCollector, RoundSummary, TimeBounds, possible_rates
 from pipar.settings.links import Link
 
 LINKS = {"a": Link(up_bps=800.0, down_bps=1600.0), "b": Link(up_bps=None, down_bps=None)}
@@ -242,3 +242,9 @@ def test_a_loss_that_has_diverged_is_worse_than_any_other() -> None:
         return [await book.collector.stale_epochs(epoch) for epoch in (1, 2, 3, 4)]
 
     assert run_virtually(main()) == [0, 0, 0, 1]
+
+
+def test_no_rate_is_lower_than_what_the_bytes_of_the_round_needed() -> None:
+    assert possible_rates([9.0e6, 49999999.99999931], [766_000, 766_000], 0.37) == [16562200.0, 50e6]
+    assert possible_rates([None, 5e6], [766_000, 766_000], 0.37) == [None, 16562200.0]
+    assert possible_rates([9.0e6, None], [], 0.37) == [9.0e6, None]  # its trace never came

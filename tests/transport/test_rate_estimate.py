@@ -11,7 +11,14 @@ from pipar.execution.clock import run_virtually, sleep_until
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import MemoryTransport, memory_pair
-from pipar.transport.rate_estimate import FrameLog, FrameTimes, estimate_traffic, read_frame_times, read_traffic
+from pipar.transport.rate_estimate import (
+    FrameLog,
+    FrameTime,
+    FrameTimes,
+    estimate_traffic,
+    read_frame_times,
+    read_traffic,
+)
 from pipar.transport.shaping import Traffic
 from pipar.wire.frames import Frame
 from pipar.wire.messages import Body, Kind, Message, json_body, read_json
@@ -177,3 +184,45 @@ def test_impossible_traffic_is_refused() -> None:
     assert read_traffic({}) == Traffic()
     assert read_traffic({"up_bytes": 5, "up_s": 2.0}) == Traffic(5, 2.0)
     assert read_traffic({"up_bytes": -5, "up_s": 2.0}) is read_traffic({"up_bytes": 5, "up_s": "2"}) is None
+
+
+def late(*delays_s: float, size_bytes: int = 250_000, rate_bps: float | None = None) -> tuple[FrameTimes, FrameTimes]:
+    """Return the times of bursts of a small frame and two large ones; each burst arrives this much late.
+
+    The large ones were ready together, and need their time on the link of this rate.
+    """
+    ready, came = {}, {}
+    for number, delay_s in enumerate(delays_s):
+        at = 10.0 * number
+        ready[number, 0] = FrameTime(at, 100)
+        came[number, 0] = FrameTime(at + 0.001, 100)
+        for chunk in (1, 2):
+            on_link_s = chunk * size_bytes * 8 / rate_bps if rate_bps else chunk * 0.001
+            ready[number, chunk] = FrameTime(at + 0.1, size_bytes)
+            came[number, chunk] = FrameTime(at + 0.101 + on_link_s + chunk * delay_s, size_bytes)
+    return ready, came
+
+
+def test_a_link_is_as_fast_as_its_best_burst_if_the_machine_was_late_with_the_others() -> None:
+    fast = estimate_traffic(*late(0.2, 0.15, 0.0, 0.3, 0.25, 0.2))
+    assert fast.size_bytes * 8 / fast.seconds == pytest.approx(250_000 * 8 / 0.001, rel=0.05)
+    slow = estimate_traffic(*late(0.2, 0.15, 0.3, 0.25, 0.2))
+    assert slow.rate_bps == pytest.approx(8 * 250_000 / 0.151, rel=0.5)  # no burst was punctual
+
+
+def test_a_late_machine_never_makes_a_link_look_faster_than_it_is() -> None:
+    for delays in ([0.0] * 6, [0.5, 0.0, 0.4, 0.0, 0.3, 0.0], [0.01, 0.02, 3.0, 0.01, 2.0, 0.1]):
+        rate_bps = estimate_traffic(*late(*delays, rate_bps=30e6)).rate_bps
+        assert rate_bps is not None
+        assert 30e6 / 3 <= rate_bps <= 30e6 * 1.001
+
+
+def test_a_link_that_has_become_slow_is_not_taken_for_a_late_machine() -> None:
+    fast, slow = late(*[0.0] * 16, rate_bps=30e6), late(*[0.0] * 17, rate_bps=3e6)
+    ready, came = (
+        before | {(number + 16, chunk): at._replace(at=at.at + 160.0) for (number, chunk), at in after.items()}
+        for before, after in zip(fast, slow, strict=True)
+    )
+    rate_bps = estimate_traffic(ready, came).rate_bps
+    assert rate_bps is not None
+    assert rate_bps < 6e6

@@ -15,9 +15,12 @@ from pipar.planner.fleet import Fleet
 from pipar.planner.predictor import Predictor, entries_from
 from pipar.planner.replanner import MeasuredLink
 from pipar.settings.links import Link
+from pipar.units import rounded
 
 #: How long the server waits for the traces of the last round, apart from five times the length of the round.
 _LAST_TRACES_TIMEOUT_S = 60.0
+#: Of measured rates: clocks and frames allow no more.
+_DIGITS = 6
 
 
 @dataclass
@@ -270,6 +273,7 @@ class ResultCollector:
             "downlink": _mean([_busy(trace, DOWNLINK) for trace in epoch.downlinks]),
         }
         bound = self._bounds.seconds(number, epoch)
+        device_bytes = {name: [epoch.bytes_up[name], epoch.bytes_down[name]] for name in sorted(epoch.bytes_up)}
         return EpochResult(
             epoch=number,
             seconds=seconds,
@@ -291,8 +295,11 @@ class ResultCollector:
             error_up=summary.errors[0],
             error_down=summary.errors[1],
             epsilon=summary.epsilon,
-            device_bytes={name: [epoch.bytes_up[name], epoch.bytes_down[name]] for name in sorted(epoch.bytes_up)},
-            device_rates=epoch.rates_bps,
+            device_bytes=device_bytes,
+            device_rates={
+                name: possible_rates(rates, device_bytes.get(name, ()), seconds)
+                for name, rates in epoch.rates_bps.items()
+            },
             predicted_s=self._predictor.predicted_s(number, summary.counted) if self._predictor is not None else None,
         )
 
@@ -306,6 +313,16 @@ def stale_epochs(losses: Iterable[float | None]) -> int:
 def _rates_bps(link: MeasuredLink) -> list[float | None]:
     """Return the rates up and down, as far as the traffic was enough to show them; None also for no limit."""
     return [way.rate_bps if way.is_enough else None for way in (link.up, link.down)]
+
+
+def possible_rates(rates: Sequence[float | None], sizes: Sequence[int], seconds: float) -> list[float | None]:
+    """Return measured rates, rounded, but none below what the bytes of a round took at most: the whole round.
+
+    A rate may be of earlier rounds, and those of machines that are late are too low.
+    """
+    least = [8 * size / seconds for size in sizes] if sizes and seconds > 0 else [0.0] * len(rates)
+    both = zip(rates, least, strict=True)
+    return [None if rate is None else rounded(max(rate, needed), _DIGITS) for rate, needed in both]
 
 
 def _busy(trace: EpochTrace, lane: str) -> float:
