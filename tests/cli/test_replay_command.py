@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +34,8 @@ def pipar(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
             main(["replay", *map(str, words)])
         captured = capfd.readouterr()
         assert ended.value.code == code, captured.err
-        assert (captured.err if code == 0 else captured.out) == ""
+        progress = re.compile(r"Replaying [^\n]*\n")  # on a machine that takes long for a replay
+        assert (progress.sub("", captured.err) if code == 0 else captured.out) == ""
         return captured.out if code == 0 else captured.err
 
     return command
@@ -45,10 +47,24 @@ def test_epochs_are_compared_with_those_that_were_recorded(pipar: Pipar, run: Re
     assert [one["round"] for one in document["epochs"]] == [1, 2, 3]
     assert [one["recorded_s"] for one in document["epochs"]] == run.seconds
     assert [one["replayed_s"] for one in document["epochs"]] == pytest.approx(run.seconds, rel=2e-4)
-    assert (document["what_if"], document["epochs"][0]["what_if_s"]) == (None, None)
+    assert (document["what_if"], document["epochs"][0]["what_if_s"], document["warning"]) == (None, None, None)
     rows = [line.split() for line in pipar(run.path.parent).splitlines()]
     assert ["round", "recorded", "s", "replayed", "s", "difference"] in rows
     assert next(row for row in rows if row[:1] == ["2"])[1] == f"{run.seconds[1]:.3f}"
+
+
+@pytest.mark.slow
+def test_a_pipe_shows_how_far_the_replay_is(
+    run: Recorded, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipar.monitoring.display._SAY_EVERY_S", 0.0)
+    with pytest.raises(SystemExit):
+        main(["replay", str(run.path), "--link-factor", "2"])
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines[:3]] == [
+        f"Replaying the recording ({share} %" for share in (33, 67, 100)
+    ]
+    assert lines[-1].startswith("Replaying with links x 2 (100 %")
 
 
 @pytest.mark.slow
@@ -106,3 +122,12 @@ def test_another_file_is_refused(pipar: Pipar, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     assert "is not a recording" in pipar(tmp_path / "notes.txt", code=2)
     assert "No such file" in pipar(tmp_path, code=2)  # a run that was not recorded
+
+
+def test_a_replay_that_differs_from_its_recording_says_so(
+    pipar: Pipar, run: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipar.recording.deviation.MOST_SHARE", -1.0)
+    words = " ".join(pipar(run.path).split())
+    assert "Do not trust what-if answers from this recording: its replay differs by" in words
+    assert "Do not trust" in json.loads(pipar(run.path, "--json"))["warning"]

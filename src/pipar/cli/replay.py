@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipar.cli.options import JSON, example, options, print_json
+from pipar.cli.options import JSON, example, options, print_json, watched
 from pipar.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,8 +59,9 @@ def replay(
     asked = None if at is None else moment.moment_at(flight, at)
     shown = moment.round_numbered(flight, number) if number is not None else asked.round if asked is not None else None
     spans_of = frozenset() if shown is None else frozenset({shown.number})
-    as_was = replay(flight, spans_of=spans_of)
-    as_if = None if change.is_none else replay(flight, change)
+    with watched(quiet=as_json) as display:
+        as_was = replay(flight, spans_of=spans_of, observe=display.observe)
+        as_if = None if change.is_none else replay(flight, change, observe=display.observe)
     document = _document(flight, as_was, as_if, change)
     if shown is not None:
         happened = moment.events_of_round(flight, shown) if asked is None else moment.events_around(flight, asked)
@@ -89,6 +90,7 @@ def _plan(text: str | None) -> tuple[int, int] | None:
 
 def _document(flight: Flight, as_was: Replayed, as_if: Replayed | None, change: Change) -> dict[str, Any]:
     """Return everything that is shown, as --json prints it."""
+    from pipar.recording.deviation import distrust
     from pipar.recording.moment import about_flight, utc
 
     rounds = [
@@ -101,7 +103,8 @@ def _document(flight: Flight, as_was: Replayed, as_if: Replayed | None, change: 
         }
         for one in flight.rounds
     ]
-    return {**about_flight(flight), "what_if": str(change) or None, "epochs": rounds}
+    doubt = distrust(flight, {one.number: as_was.results[one.number].seconds for one in flight.rounds})
+    return {**about_flight(flight), "what_if": str(change) or None, "warning": doubt or None, "epochs": rounds}
 
 
 def _moment(
@@ -146,7 +149,8 @@ def _lines(document: Mapping[str, Any]) -> list[RenderableType]:
         lines.append(Text(f"The last {document['unread_bytes']} bytes of the file cannot be read and are left out."))
     if "shown" in document:
         lines += _moment_lines(document)
-    return [*lines, _epochs_table(document)]
+    lines.append(_epochs_table(document))
+    return [*lines, Text(f"\n{document['warning']}")] if document["warning"] else lines
 
 
 def _epochs_table(document: Mapping[str, Any]) -> RenderableType:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipar.device.interfaces import DevicePart, Equipment, MakeLanes
 from pipar.errors import InputError, PiparError, TrainingError
-from pipar.events import EpochResult, Event, Joined, Waiting, ignore
+from pipar.events import EpochResult, Event, Joined, Observer, Preparing, Waiting, ignore
 from pipar.execution.clock import run_virtually
 from pipar.execution.lanes import VirtualLanes
 from pipar.execution.spans import Recorder, Span
@@ -72,14 +72,25 @@ class Replayed:
     spans: dict[int, list[Span]] = field(default_factory=dict)
 
 
-def replay(flight: Flight, change: Change | None = None, *, spans_of: frozenset[int] = frozenset()) -> Replayed:
-    """Return what the training takes in virtual time; `spans_of` are rounds whose spans are kept."""
+def replay(
+    flight: Flight,
+    change: Change | None = None,
+    *,
+    spans_of: frozenset[int] = frozenset(),
+    observe: Observer = ignore,
+) -> Replayed:
+    """Return what the training takes in virtual time; `spans_of` are rounds whose spans are kept.
+
+    `observe` is told after each round how far the replay is.
+    """
     change = change or Change()
     out = Replayed()
+    what = "Replaying the recording" if change.is_none else f"Replaying with {change}"
 
     def emit(result: EpochResult, spans: list[Span]) -> None:
         number = result.epoch + flight.first_round - 1
         out.results[number] = result
+        observe(Preparing(what, len(out.results) / len(flight.rounds)))
         if number in spans_of:
             out.spans[number] = spans
 

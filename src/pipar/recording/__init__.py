@@ -3,5 +3,5 @@
 Reading order: `frames` (the file: compressed lines of JSON), `series` (many times in few characters), `places` (which
 samples each micro-batch has), `stage_times` (how long the work of a round took, from its spans), `flight` (the
 records of a file), `writer` (the thread that writes them), `recorder` (noting them during a training), `lookup` (times
-and rates for a replay), `moment` (what happened around a time).
+and rates for a replay), `moment` (what happened around a time), `deviation` (whether a replay can be trusted).
 """
