@@ -11,7 +11,6 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -75,6 +74,8 @@ def few(name: str) -> list[tuple[Tensor, Tensor]]:
 @cache
 def _digits() -> Tensor:
     """Return the ink of every digit, from 0 to 1, in an order that is the same everywhere."""
+    from sklearn.datasets import load_digits  # takes a second, which the network alone does not need
+
     ink = torch.tensor(load_digits().images / 16, dtype=torch.float32)
     order = torch.randperm(len(ink), generator=torch.Generator().manual_seed(0))
     return functional.interpolate(ink[order, None], size=(SIZE // 2, SIZE // 2), mode="bilinear")[:, 0]
