@@ -53,6 +53,25 @@ def test_a_wrong_gradient_is_found_behind_factors_and_layers_that_start_small(ne
     assert differs(line(network, **{"1": wrong}), EXAMPLE)
 
 
+class Squeezed(nn.Module):
+    """Loses the dimension of the samples if there is one sample."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values.squeeze()
+
+
+class Unsqueezed(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return values.reshape(-1, 4)
+
+
+def test_what_crosses_has_a_row_for_each_sample_also_for_a_single_one() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), Squeezed(), Unsqueezed())
+    assert differs(line(network), EXAMPLE)
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Squeezed(), Unsqueezed()))
+    assert not differs(line(whole), EXAMPLE)
+
+
 class OtherwiseAlone(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         return 2 * values if len(values) == 1 else values

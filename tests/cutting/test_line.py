@@ -16,6 +16,7 @@ from pipar.cutting import line as line_module
 from pipar.cutting.cut_check import differs
 from pipar.cutting.line import Line, line_of, line_of_stages, thinned, whole_line
 from pipar.cutting.listing import layer_cuts
+from pipar.cutting.named_cuts import unshared_line, uses_twice
 from pipar.cutting.split import join_states, named_layers, split_model
 from pipar.cutting.traced import CutPoint, TracedNetwork
 from pipar.data.own_samples import dataset_images
@@ -234,6 +235,80 @@ def test_a_network_in_which_samples_influence_each_other_is_recognised(
     network = make().double()
     line = whole_line(network, EXAMPLE)
     assert uses_batch_statistics(line) == mixes
+
+
+class Keeping(Residual):
+    """Keeps a table that it makes once, and what it has last seen."""
+
+    table: Tensor | None = None
+    seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0.5, 1.5, 4, dtype=x.dtype)
+        self.seen = self.stem(x)
+        return super().forward(x * self.table)
+
+
+def test_attributes_that_a_forward_sets_stay_as_they_are() -> None:
+    network = Keeping().double()
+    line = line_of(network, EXAMPLE)
+    assert len(line) > 3
+    assert (network.table, network.seen) == (None, None)
+    assert not differs(line, EXAMPLE)
+
+
+class Numbered(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if len(x) < 4 else super().forward(2 * x)
+
+
+def test_a_network_that_decides_by_the_number_of_samples_is_not_recorded() -> None:
+    with pytest.raises(ModelError, match="depend on the number of samples in a batch"):
+        line_of(Numbered().double(), EXAMPLE)
+
+
+class Drawing(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.rand(4, generator=self.generator, dtype=x.dtype))
+
+
+def test_a_network_with_a_generator_of_its_own_is_not_recorded() -> None:
+    with pytest.raises(ModelError, match="each forward changes its attribute generator"):
+        line_of(Drawing().double(), EXAMPLE)
+
+
+class TiedByMemory(nn.Module):
+    """Two parameters with one memory: a step of either changes both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one, self.two, self.last = (nn.Linear(4, 4) for _ in range(4))
+        self.two.weight = nn.Parameter(self.one.weight.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = torch.relu(self.one(torch.relu(self.first(x))))
+        return self.last(torch.relu(self.two(states)))
+
+
+def test_a_network_is_not_cut_between_two_parameters_with_one_memory() -> None:
+    line = line_of(TiedByMemory(), torch.zeros(2, 4))
+    assert list(line.stages) == ["first, relu", "two, relu", "output"]
+    assert line.cuts is not None
+    assert "one.weight is used on both sides" in {one.reason for one in line.cuts.not_offered}
+
+
+def test_a_sequence_is_not_cut_between_two_parameters_with_one_memory() -> None:
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    assert not uses_twice(nn.Sequential(one, nn.ReLU(), two))
+    two.weight = nn.Parameter(one.weight.data)
+    network = nn.Sequential(nn.Linear(4, 4), one, nn.ReLU(), two)
+    assert uses_twice(network)
+    assert list(unshared_line(network, torch.zeros(2, 4)).stages) == ["0", "3"]
 
 
 class Rotary(Residual):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pipar.cutting.recorded_graph import memory_of
 from pipar.errors import ModelError, did_you_mean
 from pipar.tensors.inputs import Inputs, drawn_like
 
@@ -178,12 +179,12 @@ def _check_chain(forward: _Forward, inputs: Tensor, output: object) -> None:
 
 def _refuse_sharing(network: nn.Module, groups: Sequence[Sequence[str]], names: Sequence[str]) -> None:
     """Raise ModelError if a weight or buffer is used on both sides of a cut."""
-    seen: dict[int, int] = {}
+    seen: dict[object, int] = {}
     for number, group in enumerate(groups):
         for path in group:
             unit = network.get_submodule(path)
             for name, tensor in (*unit.named_parameters(path), *unit.named_buffers(path)):
-                if (before := seen.setdefault(id(tensor), number)) != number:
+                if (before := seen.setdefault(memory_of(tensor), number)) != number:
                     raise ModelError(
                         f"the network cannot be cut after '{names[before]}', because {name} is used on both sides: "
                         "name modules before or after all uses of it."

@@ -175,9 +175,11 @@ def _step(
 
 def _pass(stages: Sequence[nn.Module], inputs: Inputs) -> Tensor:
     passed: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []  # what a stage gave, and what the next one got
-    given = inputs
-    for stage in stages:
+    given, samples = inputs, len(tensors_of(inputs)[0])
+    for number, stage in enumerate(stages, start=1):
         outputs = tensors_of(call(stage, mapped(given, torch.clone)))
+        if number < len(stages) and any(one.shape[:1] != (samples,) for one in outputs):
+            raise ValueError("what crosses a cut has no row for each sample")
         given = tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
         passed.append((outputs, given))
     (output,), (end,) = passed[-1]

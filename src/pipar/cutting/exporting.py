@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pipar.cutting.forward_effects import remembers
+from pipar.cutting.forward_effects import unrecorded_state
 from pipar.cutting.own_backward import own_backward
+from pipar.cutting.recorded_graph import attribute
 from pipar.errors import ModelError
 from pipar.tensors.inputs import Inputs, rebuilt, tensors_of
 
+#: What a recording can hold.
+_HELD = (Tensor, fx.GraphModule)
 _ASSERTIONS = (torch.ops.aten._assert_tensor_metadata.default,)
 
 
@@ -38,25 +41,39 @@ def recorded(network: nn.Module, example: Inputs) -> fx.GraphModule:
     """Return the operations of a forward in train mode, with a batch of any size; raise NoRecordingError if unknown."""
     if cause := _lost(network, example):
         raise NoRecordingError(type(network).__name__, cause)
-    graph_module = _exported(network, example).module(check_guards=False)
+    with _attributes_kept(network):
+        graph_module = _exported(network, example).module(check_guards=False)
     assert isinstance(graph_module, fx.GraphModule)
     for node in list(graph_module.graph.nodes):
         if node.op == "call_function" and node.target in _ASSERTIONS:
             graph_module.graph.erase_node(node)
+        if node.op == "get_attr" and not isinstance(found := attribute(graph_module, str(node.target)), _HELD):
+            raise NoRecordingError(type(network).__name__, f"its forward uses a {type(found).__name__}")
     return graph_module
 
 
+@contextmanager
+def _attributes_kept(network: nn.Module) -> Iterator[None]:
+    """Restore the attributes that a forward sets: while it is recorded, tensors have no values."""
+    before = {module: dict(vars(module)) for module in network.modules()}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
 def _lost(network: nn.Module, example: Inputs) -> str | None:
-    """Return why a recording would train otherwise than the network; None if it would not."""
+    """Return why a recording would not train as the network does; None if it would."""
     try:
         own = own_backward(network, example)
+        state = unrecorded_state(network, example)
     except Exception as error:
         raise NoRecordingError(type(network).__name__, _cause(error, "")) from error
     if own is not None:
         return f"{own}, and a recording would lose these gradients"
-    if remembers(network, example):
-        return "a second forward differs from the first, as with a counter that is no buffer, and a recording would not"
-    return None
+    return None if state is None else f"{state}, and a recording would do the same every time"
 
 
 def _exported(network: nn.Module, example: Inputs) -> torch.export.ExportedProgram:
@@ -118,6 +135,8 @@ def _cause(error: Exception, said: str) -> str:
     """Return why operations cannot be recorded: the line of code if torch names one, and its first sentence."""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     sentence = re.sub(r"\s+", " ", first).strip().rstrip(".")[:200]
+    if "Constraints violated (batch)" in sentence:
+        return "its operations depend on the number of samples in a batch"
     if "data-dependent" not in sentence:
         return sentence
     places = re.findall(r"# File: (\S+) in .*?, code: (.*)", said)

@@ -6,10 +6,13 @@ It is tried with a few samples and with weights that were changed a little, as `
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,45 +36,21 @@ class ForwardEffects:
 
 def effects_of(network: nn.Module, example: Inputs, *, is_recorded: bool = False) -> ForwardEffects:
     """Return the effects of a network's forward; recorded operations decide nothing by values."""
-    samples = drawn_like(example, 5, seed=2)
+    samples = drawn_like(example, 6, seed=2)
     # Of two samples alone, normalisation would make 1 and -1 whatever they are. The second one is compared, because a
-    # network may use the first or the last one for all.
+    # network may use the first or the last one for all. It may also use their number.
     first = _tried(network, samples, [1, 0, 2], seed=0)
-    other = _tried(network, samples, [3, 0, 4], seed=0)
+    other = _tried(network, samples, [3, 0, 4, 5], seed=0)
     again = _tried(network, samples, [1, 0, 2], seed=1)
     mixes_samples = not _same_second_rows(first.outputs, other.outputs)
-    decides = (first.reads_values and not is_recorded) or remembers(network, example)
+    decides = first.reads_values and not is_recorded
     return ForwardEffects(
         mixes_samples=mixes_samples,
         is_random=first.draws or not _equal(first.outputs, again.outputs),
-        counts_forwards=decides or (first.writes_buffers and not mixes_samples),
+        counts_forwards=decides
+        or unrecorded_state(network, example) is not None
+        or (first.writes_buffers and not mixes_samples),
     )
-
-
-@torch.no_grad()
-def remembers(network: nn.Module, example: Inputs) -> bool:
-    """Return whether a second forward differs from the first with the same samples, buffers and random state of torch.
-
-    Then the network counts in an attribute, for example, or draws with Python's random.
-    """
-    copied = copy.deepcopy(network).train()
-    stir(dict(copied.named_parameters()))
-    given = in_dtype(drawn_like(example, 2, seed=2), dtype_of(network))
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in copied.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    outputs = []
-    for _ in range(2):
-        for module, name, buffer, value in buffers:
-            buffer.copy_(value)
-            setattr(module, name, buffer)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            output = call(copied, mapped(given, Tensor.clone))
-        outputs.append([one.clone() for one in tree_leaves(output) if isinstance(one, Tensor)])
-    return not _same(*outputs)
 
 
 def _same_second_rows(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -103,15 +82,108 @@ def _tried(network: nn.Module, samples: Inputs, rows: list[int], *, seed: int) -
     copied = copy.deepcopy(network).train()
     stir(dict(copied.named_parameters()))
     chosen = mapped(in_dtype(samples, dtype_of(network)), lambda tensor: tensor[rows])
-    with torch.random.fork_rng(devices=[]), _Watching() as watching:
+    with _generators_kept(), _Watching() as watching:
         torch.default_generator.manual_seed(seed)
-        before, buffers = torch.default_generator.get_state(), dict(copied.named_buffers())
+        before, buffers = random_numbers(), dict(copied.named_buffers())
         versions = _versions(buffers)
-        output = call(copied, chosen)
-        draws = before.numpy().tobytes() != torch.default_generator.get_state().numpy().tobytes()
+        output = call(copied, mapped(chosen, torch.clone))
+        draws = watching.has_drawn or before != random_numbers()
         writes = versions != _versions(dict(copied.named_buffers()))
     outputs = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
     return _Tried(outputs, draws, watching.has_read, writes)
+
+
+def random_numbers() -> tuple[object, ...]:
+    """Return the states of the generators that a layer may draw from: a draw may change no value, but changes these."""
+    return torch.get_rng_state().numpy().tobytes(), *_random_numbers_of_python()
+
+
+def _random_numbers_of_python() -> tuple[object, ...]:
+    of_numpy = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), of_numpy["key"].tobytes(), of_numpy["pos"]
+
+
+@torch.no_grad()
+def unrecorded_state(network: nn.Module, example: Inputs) -> str | None:
+    """Return what a forward depends on or changes that a recording cannot hold, as part of a sentence; None if nothing.
+
+    It is tried in a copy, and twice: a first forward may set numbers for good, such as the length of a table.
+    """
+    before = copy.deepcopy(network).train()
+    stir(dict(before.named_parameters()))
+    copied = copy.deepcopy(before)
+    inputs = in_dtype(drawn_like(example, 2, seed=2), dtype_of(network))
+    with _generators_kept():
+        drawn = _random_numbers_of_python()
+        first, numbers = _seeded_outputs(copied, inputs), _numbers(copied)
+        _restore_buffers(copied, before)
+        second, again = _seeded_outputs(copied, inputs), _numbers(copied)
+        if drawn != _random_numbers_of_python():
+            return "its forward draws random numbers of Python or numpy"
+    counted = next((name for name, value in again.items() if numbers.get(name, value) != value), None)
+    if counted is not None:
+        return f"each forward changes its attribute {counted}"
+    written = next(_written(before, copied), None)
+    if written is not None:
+        return f"its forward writes to the parameter {written}"
+    if not _same(first, second):
+        return "a second forward differs from the first, as with a counter that is no buffer"
+    return None
+
+
+def _seeded_outputs(network: nn.Module, inputs: Inputs) -> list[Tensor]:
+    torch.default_generator.manual_seed(0)
+    output = call(network, mapped(inputs, torch.clone))
+    return [one.clone() for one in tree_leaves(output) if isinstance(one, Tensor)]
+
+
+def _restore_buffers(used: nn.Module, before: nn.Module) -> None:
+    """Give all buffers the values that they have in the other copy, also those that a forward has replaced."""
+    for path, module in before.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(used.get_submodule(path), name, buffer.clone())
+
+
+def _written(before: nn.Module, used: nn.Module) -> Iterator[str]:
+    """Yield the names of the parameters that are others in the copy that was used."""
+    after = dict(used.named_parameters())
+    for name, value in before.named_parameters():
+        if not torch.equal(value, after[name]) and not value.isnan().any():
+            yield name
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Restore all generators of random numbers afterwards."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def _numbers(network: nn.Module) -> dict[str, object]:
+    """Return the attributes of modules that are numbers, and the states of those that draw random numbers."""
+    values = {
+        f"{path}.{name}".removeprefix("."): _number(value)
+        for path, module in network.named_modules()
+        for name, value in vars(module).items()
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _number(value: object) -> object:
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.Generator):
+        return str(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return str(value.get_state(legacy=False))
+    return value if isinstance(value, int | float | complex) else None
 
 
 def _versions(buffers: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
@@ -120,12 +192,13 @@ def _versions(buffers: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
 
 
 class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices whether the value of a tensor is read."""
+    """Notices whether the value of a tensor is read, and whether a generator of the network's own is drawn from."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.has_read = False
+        self.has_read = self.has_drawn = False
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.has_read |= func in _READING
+        self.has_drawn |= (kwargs or {}).get("generator") is not None
         return func(*args, **(kwargs or {}))

@@ -21,6 +21,7 @@ from pipar.cutting.line import (
     with_effects,
 )
 from pipar.cutting.listing import cuts_at, layer_cuts
+from pipar.cutting.recorded_graph import memory_of
 from pipar.cutting.traced import CutPoint, TracedNetwork
 from pipar.errors import ModelError
 from pipar.tensors.inputs import Inputs
@@ -93,11 +94,11 @@ def _listed(names: Sequence[str]) -> str:
 
 def uses_twice(network: nn.Sequential) -> bool:
     """Return True if a module, weight or buffer occurs in two children of a sequence."""
-    seen: set[int] = set()
-    for layer in network._modules.values():
-        inside = (
-            set() if layer is None else {id(one) for one in (*layer.modules(), *layer.parameters(), *layer.buffers())}
-        )
+    seen: set[object] = set()
+    for name, layer in network._modules.items():
+        if layer is None:
+            continue
+        inside: set[object] = {*map(id, layer.modules()), *(memory_of(one) for _, one in _named_tensors(name, layer))}
         if inside & seen:
             return True
         seen |= inside
@@ -124,8 +125,9 @@ def unshared_line(network: nn.Sequential, example: Inputs) -> Line:
 def _shared_across(children: Mapping[str, nn.Module], place: int) -> str | None:
     """Return why a sequence cannot be cut after this many children: a weight or buffer is on both sides."""
     before, after = [*children.items()][:place], [*children.items()][place:]
-    known = {id(tensor) for name, layer in before for _, tensor in _named_tensors(name, layer)}
-    both = (path for name, layer in after for path, tensor in _named_tensors(name, layer) if id(tensor) in known)
+    known = {memory_of(tensor) for name, layer in before for _, tensor in _named_tensors(name, layer)}
+    tensors = (named for name, layer in after for named in _named_tensors(name, layer))
+    both = (path for path, tensor in tensors if memory_of(tensor) in known)
     first = next(both, None)
     return None if first is None else f"{first} is used on both sides"
 

@@ -107,14 +107,19 @@ def attribute(module: nn.Module, name: str) -> Any:
 
 def uses(module: fx.GraphModule, calls: Sequence[fx.Node]) -> dict[str, list[int]]:
     """Return the calls that use each weight or buffer; two names of one tensor have the uses of both."""
-    by_tensor: dict[int, list[int]] = {}
-    names: dict[str, int] = {}
+    by_tensor: dict[object, list[int]] = {}
+    names: dict[str, object] = {}
     for number, call in enumerate(calls):
         for value in call.all_input_nodes:
             for name, tensor in _tensors_of(module, value):
-                names[name] = id(tensor)
-                by_tensor.setdefault(id(tensor), []).append(number)
+                names[name] = memory_of(tensor)
+                by_tensor.setdefault(names[name], []).append(number)
     return {name: by_tensor[identity] for name, identity in names.items()}
+
+
+def memory_of(tensor: Tensor) -> tuple[str, int]:
+    """Return what two tensors have in common if they are one, or share their memory: training one changes both."""
+    return ("memory", tensor.data_ptr()) if tensor.numel() else ("empty", id(tensor))
 
 
 def _tensors_of(module: fx.GraphModule, value: fx.Node) -> Iterable[tuple[str, Tensor]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipar.cutting.cut_check import dtype_of
+from pipar.cutting.forward_effects import random_numbers
 from pipar.cutting.frozen import frozen_layers
 from pipar.cutting.split import named_layers
 from pipar.tensors.inputs import Inputs, call, drawn_like, in_dtype, mapped, tensors_of
@@ -38,26 +37,20 @@ def _steady(model: nn.Sequential, example: Inputs, frozen: int, dtype: torch.dty
     alone, *pairs = [_some(samples, rows) for rows in ([0], [0, 1], [0, 2])]  # alone, as a device computes it
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for number, layer in enumerate(list(named_layers(network).values())[:frozen]):
-            before, drawn = [buffer.clone() for buffer in layer.buffers()], _random_numbers()
+            before, drawn = [buffer.clone() for buffer in layer.buffers()], random_numbers()
             pairs = [call(layer, pair) for pair in pairs]
             try:
                 alone = call(layer, alone)
             except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
                 return number  # it does not take a single sample, as batch normalisation does not
             changed = any(not torch.equal(old, new) for old, new in zip(before, layer.buffers(), strict=True))
-            if changed or drawn != _random_numbers() or not all(_same_first_row(alone, pair) for pair in pairs):
+            if changed or drawn != random_numbers() or not all(_same_first_row(alone, pair) for pair in pairs):
                 return number
     return frozen
 
 
 def _some(samples: Inputs, rows: list[int]) -> Any:
     return mapped(samples, lambda tensor: tensor[rows])
-
-
-def _random_numbers() -> tuple[object, ...]:
-    """Return the states of the generators that a layer may draw from: a draw may change no value, but changes these."""
-    of_numpy = np.random.get_state(legacy=False)["state"]
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), of_numpy["key"].tobytes(), of_numpy["pos"]
 
 
 def _same_first_row(alone: Any, pair: Any) -> bool:

@@ -129,8 +129,11 @@ class _Code:
     def _add_class(self, kind: type) -> None:
         self.lines.append(kind.__qualname__)
         self._add_file(kind)
+        is_installed = _is_of_package(kind)
         for name, value in vars(kind).items():
-            if not (name.startswith("__") and isinstance(value, (*_PLAIN, tuple, dict))):
+            if is_installed:
+                self._add(value)  # its methods may be the user's own; all else is in its file, or of the process
+            elif not (name.startswith("__") and isinstance(value, (*_PLAIN, tuple, dict))):
                 self._add_value(f"{kind.__qualname__}.{name}", value)
 
     def _add_function(self, function: types.FunctionType) -> None:
@@ -140,10 +143,12 @@ class _Code:
         for cell in function.__closure__ or ():
             if cell != types.CellType():  # of a name that has no value yet
                 self._add_value(function.__qualname__, cell.cell_contents)
+        is_installed = _is_installed(function)
         for name in sorted(self._add_code(function.__code__)):
             value = function.__globals__.get(name)
-            # A constant of a package is in its file, unless it is drawn at every start, as the number of a session is.
-            if name in function.__globals__ and not (_is_installed(function) and isinstance(value, _PLAIN)):
+            # What a package uses is in its files and in those that it needs, which have versions. It may also depend
+            # on the process, as the number of a session does, or what was imported before.
+            if name in function.__globals__ and not (is_installed and _is_of_package(value)):
                 self._add_value(name, value)
 
     def _add_code(self, code: types.CodeType) -> set[str]:
@@ -216,6 +221,18 @@ def _is_of_library(value: object) -> bool:
         return False
     name = str(value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None))
     return _top(name) in _LIBRARIES or _is_standard(name)
+
+
+def _is_of_package(value: object) -> bool:
+    """Return False for a function or class of the user's own, which may have been put into a package."""
+    if isinstance(value, types.FunctionType):
+        return _is_installed(value)
+    if isinstance(value, types.MethodType | staticmethod | classmethod):
+        return _is_of_package(value.__func__)
+    if isinstance(value, type):
+        file = getattr(sys.modules.get(value.__module__), "__file__", None)
+        return file is not None and _holds_packages(Path(file).parent)
+    return not isinstance(value, partial | nn.Module)
 
 
 def _is_installed(function: types.FunctionType) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from pipar.tasks.losses import Targets
 from pipar.tensors.crossing import Received
-from pipar.tensors.inputs import Inputs, split_rows, tensors_of
+from pipar.tensors.inputs import Inputs, mapped, split_rows, tensors_of
 from pipar.wire.messages import (
     NUMBER_BYTES,
     Reference,
@@ -51,7 +51,9 @@ def cut_micro_batches(
 ) -> list[MicroBatch]:
     """Return the micro-batches of a batch, in order, as views."""
     total = sum(sizes)
-    cut = (split_rows(inputs, sizes), split_rows(targets, sizes))
+    # A network may overwrite its inputs. As ordinary views, they would all count as overwritten.
+    pieces = [mapped(piece, lambda tensor: tensor.data) for piece in split_rows(inputs, sizes)]
+    cut = (pieces, split_rows(targets, sizes))
     others = [None] * len(sizes) if sent_targets is None else split_rows(sent_targets, sizes)
     return [MicroBatch(x, y, total, other, count) for x, y, other in zip(*cut, others, strict=True)]
 
