@@ -1,7 +1,8 @@
 """What it takes to cut, check and profile a network on one core, the first time and when all of it is kept on disk.
 
-In CPU time, which other programs on the machine do not change; importing torch is not included. ResNet-50 has images of
-Tiny ImageNet's size; MiniLM has adapters and texts of 64 tokens, and is left out if its packages are not installed.
+In CPU time, which other programs on the machine hardly change; importing torch and the libraries of the network is not
+included. ResNet-50 has images of Tiny ImageNet's size; MiniLM has adapters and texts of 64 tokens, and is left out if
+its packages are not installed.
 """
 
 from __future__ import annotations

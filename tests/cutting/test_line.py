@@ -362,6 +362,21 @@ def test_a_network_whose_operations_fix_its_dtype_is_checked_in_it() -> None:
     assert differs(line, EXAMPLE.float())
 
 
+class Moved(Residual):
+    """Moves a tensor to the device of another one, which torch.export records with the dtype that it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x * 1.1).to(self.stem.weight.device))
+
+
+def test_a_network_that_moves_tensors_is_checked_in_both_dtypes() -> None:
+    line = line_of(Moved(), EXAMPLE.float())
+    assert len(line) == len(line_of(Moved().double(), EXAMPLE)) > 3
+    name = list(line.stages)[1]
+    line.stages[name] = nn.Sequential(line.stages[name], nn.Hardtanh(-1e-3, 1e-3))
+    assert differs(line, EXAMPLE.float())
+
+
 def test_a_cut_that_fails_the_check_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def differs_at_layer1(line: Line, _: Tensor) -> bool:
         return "layer1.0" in line.stages

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from pipar.cutting.recast import recast
 from pipar.tensors.inputs import Inputs, call, drawn_like, in_dtype, mapped, tensors_of
 
 #: Batches are tried with these numbers of samples: some networks compute something else for a single one.
@@ -46,18 +47,30 @@ def dtype_of(network: nn.Module) -> torch.dtype:
 def differs(line: Divided, example: Inputs) -> bool:
     """Return True if a training step through the separate stages is not that of the uncut network.
 
-    In float64, unless recorded operations fix the dtype of the network, such as zeros that an LSTM starts from.
+    In float64. Recorded operations may fix the dtype of the network, such as zeros that an LSTM starts from, or
+    positions that are moved to the device of other tensors: these are tried in their own dtype, and in float64 with
+    that dtype replaced.
     """
     return any(_differs_for(line, example, count) for count in _COUNTS)
 
 
 def _differs_for(line: Divided, example: Inputs, count: int) -> bool:
-    for dtype in dict.fromkeys((torch.float64, dtype_of(line.whole))):
-        try:
-            return differs_in(line, example, count, dtype)
-        except RuntimeError:  # two dtypes in one operation
-            continue
-    return count > 1 or _takes(line.whole, example, count)
+    found, own = _found(line, example, count, torch.float64), dtype_of(line.whole)
+    if found is not False and own != torch.float64:
+        in_own = _found(line, example, count, own)
+        if in_own is False:
+            recast = _found(line, example, count, torch.float64, is_recast=True)
+            return bool(found) if recast is None else recast
+        found = in_own
+    return found if found is not None else count > 1 or _takes(line.whole, example, count)
+
+
+def _found(line: Divided, example: Inputs, count: int, dtype: torch.dtype, *, is_recast: bool = False) -> bool | None:
+    """Return whether the steps differ; None if they cannot be computed in this dtype."""
+    try:
+        return differs_in(line, example, count, dtype, is_recast=is_recast)
+    except RuntimeError:  # two dtypes in one operation
+        return None
 
 
 def _takes(whole: nn.Module, example: Inputs, count: int) -> bool:
@@ -69,7 +82,7 @@ def _takes(whole: nn.Module, example: Inputs, count: int) -> bool:
     return True
 
 
-def differs_in(line: Divided, example: Inputs, count: int, dtype: torch.dtype) -> bool:
+def differs_in(line: Divided, example: Inputs, count: int, dtype: torch.dtype, *, is_recast: bool = False) -> bool:
     """Return the same for one number of samples in one dtype; raise RuntimeError if it cannot be computed in it."""
     try:
         expected = _whole_step(line.whole, example, count, dtype)
@@ -78,7 +91,7 @@ def differs_in(line: Divided, example: Inputs, count: int, dtype: torch.dtype) -
             return False
         raise
     try:
-        found = _cut_step(line, example, count, dtype)
+        found = _cut_step(line, example, count, dtype, is_recast=is_recast)
     except (AttributeError, LookupError, TypeError, ValueError):  # a stage misses what another one has computed
         return True
     floating = [value for value in expected.values() if value.is_floating_point() and value.numel()]
@@ -135,7 +148,9 @@ def _whole_step(whole: nn.Module, example: Inputs, count: int, dtype: torch.dtyp
     return _step([copied], named, dict(copied.named_buffers()), _inputs(example, count, dtype))
 
 
-def _cut_step(line: Divided, example: Inputs, count: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _cut_step(
+    line: Divided, example: Inputs, count: int, dtype: torch.dtype, *, is_recast: bool = False
+) -> dict[str, Tensor]:
     """Return the step through copies of the stages, each made by itself: they will be in different processes."""
     names = {id(tensor): name for name, tensor in _tensors(line.whole)}
     parameters: dict[str, Tensor] = {}
@@ -144,7 +159,8 @@ def _cut_step(line: Divided, example: Inputs, count: int, dtype: torch.dtype) ->
     }
     copies = []
     for stage in line:
-        copies.append(copy.deepcopy(stage).to(dtype).train())
+        made = recast(stage, dtype_of(line.whole), dtype) if is_recast else copy.deepcopy(stage).to(dtype)
+        copies.append(made.train())
         for (_, original), (_, copied) in zip(_tensors(stage), _tensors(copies[-1]), strict=True):
             name = names.get(id(original))  # constants of recorded operations have none
             if name is not None:
