@@ -13,10 +13,12 @@ from scipy.optimize import least_squares
 
 from pipar.networks.models import build_model
 from pipar.profiling.measure import measure_profile
+from pipar.profiling.measurement_task import Measurement
 from pipar.profiling.operation_counter import count_layers
 from pipar.profiling.operation_counts import Counts, PassCount
 from pipar.profiling.profile import Profile
 from pipar.tasks.task import classification
+from pipar.tensors.inputs import InputForm
 
 CASES = [
     ("vgg5", "group", (3, 32, 32)),
@@ -32,9 +34,11 @@ BATCH = 100
 def measure(case: tuple[str, str, tuple[int, int, int]], budget_s: float) -> tuple[Profile, Counts]:
     name, norm, shape = case
     model = build_model(name, input_shape=shape, classes=10, norm=norm)
-    profile = measure_profile(
-        model, model_name=name, inputs=shape, training=classification(10), batch_size=BATCH, budget_s=budget_s
+    form = InputForm.given(shape)
+    wanted = Measurement(
+        model=model, model_name=name, form=form, training=classification(10), batch_size=BATCH, budget_s=budget_s
     )
+    profile = measure_profile(wanted)
     return profile, count_layers(model, shape)
 
 

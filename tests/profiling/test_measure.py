@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import median
 
 import pytest
@@ -26,13 +26,15 @@ from pipar.privacy.mechanisms import clip_and_noise
 from pipar.profiling.cache import machine_fingerprint
 from pipar.profiling.layer_times import training_pass
 from pipar.profiling.measure import measure_profile
-from pipar.profiling.measurement_task import Batch
+from pipar.profiling.measurement_task import Batch, Measurement
 from pipar.profiling.memory import training_bytes
 from pipar.profiling.profile import Profile, batch_sizes
 from pipar.tasks.task import classification
+from pipar.tensors.inputs import InputForm
 from pipar.wire.encodings import ALL
 
 SHAPE = (3, 8, 8)
+FORM = InputForm.given(SHAPE)
 
 pytestmark = pytest.mark.usefixtures("measured_at_once")
 
@@ -46,15 +48,11 @@ def small_network(norm: bool = False) -> nn.Sequential:
 
 
 def measure(model: nn.Sequential, batch_size: int = 8, **more: object) -> Profile:
-    return measure_profile(
-        model,
-        model_name="small",
-        inputs=SHAPE,
-        training=classification(5),
-        batch_size=batch_size,
-        budget_s=0.02,
-        **more,  # type: ignore[arg-type]
+    task = classification(5)
+    wanted = Measurement(
+        model=model, model_name="small", form=FORM, training=task, batch_size=batch_size, budget_s=0.02
     )
+    return measure_profile(replace(wanted, **more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -246,9 +244,7 @@ def test_batch_normalisation_is_never_measured_on_a_single_sample() -> None:
 
 @pytest.mark.slow
 def test_a_tiny_budget_still_gives_one_pass_of_everything() -> None:
-    profile = measure_profile(
-        small_network(), model_name="small", inputs=SHAPE, training=classification(5), batch_size=8, budget_s=0.0
-    )
+    profile = measure(small_network(), budget_s=0.0)
     assert profile.how == "median CPU time of 1 training pass on one thread"
     assert all(time_s > 0 for layer in profile.layers for time_s in layer.forward_s + layer.backward_s)
 
@@ -349,15 +345,18 @@ import resource, torch
 from torch import nn
 from pipar.tasks.task import classification
 from pipar.profiling.measure import measure_profile
+from pipar.profiling.measurement_task import Measurement
+from pipar.tensors.inputs import InputForm
 
 layers = [nn.Sequential(nn.Conv2d(wide, 64, 3, padding=1), nn.ReLU()) for wide in (3, 64, 64, 64)]
 model = nn.Sequential(*layers, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 5)))
 with open("/proc/self/status") as status:
     (used,) = (int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (used + 130 * 2**20,) * 2)
-profile = measure_profile(
-    model, model_name="wide", inputs=(3, 32, 32), training=classification(5), batch_size=128, budget_s=0.1
-)
+form = InputForm.given((3, 32, 32))
+profile = measure_profile(Measurement(
+    model=model, model_name="wide", form=form, training=classification(5), batch_size=128, budget_s=0.1
+))
 print(len(profile.layers), profile.total_layers, profile.batch_sizes)
 """
 

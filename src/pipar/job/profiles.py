@@ -218,6 +218,7 @@ def measured_profile(
     # Import torch, which a run with a cached profile does without.
     from pipar.networks.models import uses_batch_statistics
     from pipar.profiling.measure import measure_profile
+    from pipar.profiling.measurement_task import Measurement
 
     config = workload.config
     named = workload.model_name == config.model.name
@@ -229,10 +230,10 @@ def measured_profile(
         return kept
     known = _known_counts(workload)
     observe(Preparing(_measuring(0.0), 0.0))  # the first pass of each batch size warms up without reporting progress
-    profile = measure_profile(
-        model,
+    wanted = Measurement(
+        model=model,
         model_name=workload.model_name,
-        inputs=workload.samples.form,
+        form=workload.samples.form,
         training=workload.task,
         batch_size=config.run.batch_size,
         dtype=workload.dtype,
@@ -243,6 +244,7 @@ def measured_profile(
         optimizer=workload.optimizer(),
         rectified=None if known is None else [p for p, layer in enumerate(known, start=1) if layer.rectified],
     )
+    profile = measure_profile(wanted)
     if profile.whole:
         keep_profile(key, profile)
     elif memory_bytes is not None:  # without a given limit, memory was short only for now: not cached

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
@@ -20,21 +20,18 @@ from pipar.cutting.split import named_layers, some_layers
 from pipar.errors import ConfigError
 from pipar.methods import Plan
 from pipar.networks.models import uses_batch_statistics
-from pipar.nn.optimizers import OptimizerSettings, sgd
 from pipar.nn.runtime import keep_freed_memory, one_thread, release_freed_memory, release_model_memory
 from pipar.profiling import repeated_timing
 from pipar.profiling.cache import machine_fingerprint, usable_cores
 from pipar.profiling.coding_costs import changes_in_a_round, coding_times, run_through
 from pipar.profiling.contention import measure_contention
 from pipar.profiling.layer_times import layer_profiles, measure_passes, training_pass
-from pipar.profiling.measurement_task import Batch, Measurement, Progress, free_bytes, some_samples, state_bytes
+from pipar.profiling.measurement_task import Batch, Measurement, free_bytes, some_samples, state_bytes
 from pipar.profiling.memory import largest_prefix, training_bytes
 from pipar.profiling.operation_counter import count_layers
 from pipar.profiling.overheads import measure_overheads
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile, batch_sizes
 from pipar.profiling.repeated_timing import Budget
-from pipar.tasks.task import Task
-from pipar.tensors.inputs import InputForm
 from pipar.tensors.rectified import rectified_cuts
 from pipar.units import format_bytes
 
@@ -42,32 +39,12 @@ from pipar.units import format_bytes
 _MOST_OTHERS = 15
 
 
-def measure_profile(
-    model: nn.Sequential,
-    *,
-    model_name: str,
-    inputs: Sequence[int] | InputForm,
-    training: Task,
-    batch_size: int,
-    dtype: torch.dtype = torch.float32,
-    load: Callable[[int], object] | None = None,
-    progress: Progress | None = None,
-    budget_s: float = 4.0,
-    memory_bytes: int | None = None,
-    rectified: Collection[int] | None = None,
-    optimizer: OptimizerSettings | None = None,
-) -> Profile:
+def measure_profile(wanted: Measurement) -> Profile:
     """Return the times and sizes of every layer and of the work around training, measured in about `budget_s` seconds.
 
-    One pass is a training pass of the whole network in train mode on one thread; the last layer includes the loss of
-    `training`. Each time is the median of at least three passes, unless a single pass uses up the budget. `load(n)`
-    loads n samples; it is called from another thread, `progress` is not. A copy of the model is measured: its weights,
-    gradients and running statistics do not change.
-
-    If the network does not fit into `memory_bytes`, or into the memory that the system gives this process, the profile
-    is of as many first layers as do. Batches too large for them are not run; their times are in proportion to the
-    largest batch that was. `rectified` are the split points after a ReLU, if known: finding them takes more forwards.
-    Steps are those of `optimizer`, or of SGD.
+    One pass is a training pass of the whole network in train mode on one thread; the last layer includes the loss.
+    Each time is the median of at least three passes, unless a single pass uses up the budget. A copy of the model is
+    measured: its weights, gradients and running statistics do not change. `progress` is called in this thread.
     """
     shares: SimpleQueue[float | None] = SimpleQueue()
     is_wanted = True
@@ -77,20 +54,7 @@ def measure_profile(
             raise InterruptedError  # the caller has stopped waiting, as after Ctrl-C
         shares.put(share)
 
-    task = Measurement(
-        model,
-        model_name,
-        InputForm.given(inputs),
-        training,
-        batch_size,
-        dtype,
-        load,
-        tell,
-        budget_s,
-        memory_bytes,
-        rectified,
-        sgd(learning_rate=0.0) if optimizer is None else optimizer,
-    )
+    task = replace(wanted, progress=tell)
     keep_freed_memory()  # like the processes of a run
     # In a separate thread, like the stages of a run: in the main thread, memory is returned to the system more
     # often, and a full batch of VGG-5 took 12 to 15 % longer.
@@ -99,12 +63,11 @@ def measure_profile(
         measured.add_done_callback(lambda _: shares.put(None))
         try:
             for share in iter(shares.get, None):
-                if progress is not None:
-                    progress(share)
+                wanted.progress(share)
         except BaseException:
             is_wanted = False
             raise
-    release_model_memory(state_bytes(model))  # a server or a device may continue in this process
+    release_model_memory(state_bytes(wanted.model))  # a server or a device may continue in this process
     return measured.result()
 
 

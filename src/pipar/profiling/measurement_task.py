@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipar.nn.optimizers import OptimizerSettings
+from pipar.nn.optimizers import OptimizerSettings, sgd
 from pipar.tasks.losses import Targets
 from pipar.tasks.task import Task, target_form
 from pipar.tensors.inputs import InputForm, Inputs, in_dtype, mapped, tensors_of
@@ -19,22 +19,31 @@ from pipar.tensors.inputs import InputForm, Inputs, in_dtype, mapped, tensors_of
 Progress = Callable[[float], None]
 
 
-@dataclass(frozen=True)
+def _ignore(share: float) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The arguments of `measure_profile`."""
+    """What to measure, and how long.
+
+    If the network does not fit into `memory_bytes`, or into the memory that the system gives this process, the profile
+    is of as many first layers as do. Batches too large for them are not run; their times are in proportion to the
+    largest batch that was.
+    """
 
     model: nn.Sequential
     model_name: str
-    form: InputForm
+    form: InputForm  # of one sample
     training: Task
     batch_size: int
-    dtype: torch.dtype
-    load: Callable[[int], object] | None
-    progress: Progress
-    budget_s: float
-    memory_bytes: int | None
-    rectified: Collection[int] | None
-    optimizer: OptimizerSettings
+    dtype: torch.dtype = torch.float32
+    load: Callable[[int], object] | None = None  # loads this many samples, in another thread
+    progress: Progress = _ignore
+    budget_s: float = 4.0
+    memory_bytes: int | None = None
+    rectified: Collection[int] | None = None  # split points after a ReLU, if known: finding them takes more forwards
+    optimizer: OptimizerSettings = sgd(learning_rate=0.0)  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True)
