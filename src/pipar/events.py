@@ -312,7 +312,7 @@ class BudgetSpent:
     @property
     def reason(self) -> str:
         return (
-            f"Training ends after epoch {self.epoch}: one more would bring {self.device} to epsilon "
+            f"Training ended after epoch {self.epoch}: one more would bring {self.device} to epsilon "
             f"{self.epsilon:.4g}, and privacy.target_epsilon is {self.target:g}."
         )
 
@@ -325,7 +325,7 @@ class EndedByCallback:
 
     @property
     def reason(self) -> str:
-        return f"Training ends after epoch {self.epoch}: a callback has ended it."
+        return f"Training ended after epoch {self.epoch}: a callback ended it."
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def test_cut_points_that_do_not_fit_are_one_sentence_and_exit_2(
 @pytest.mark.parametrize(
     ("network", "sentence"),
     [
-        ("TooFew", "to (2, 7), but 10 classes need (2, 10): change its last layer."),
+        ("TooFew", "to (2, 7), but 10 classes need (2, 10): change its last layer, or data.classes."),
         ("TwoOutputs", "the model returns a tuple, but it must return one tensor of logits."),
         ("Branching", "`return self.one(flat) if flat.sum() > 0 else self.two(flat)`. Name modules"),
         ("Counting", "`while x.abs().max() > 1:`. Name modules"),

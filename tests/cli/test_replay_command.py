@@ -121,7 +121,7 @@ def test_mistakes_are_one_sentence(pipar: Pipar, run: Recorded, words: list[str]
 def test_another_file_is_refused(pipar: Pipar, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     assert "is not a recording" in pipar(tmp_path / "notes.txt", code=2)
-    assert "No such file" in pipar(tmp_path, code=2)  # a run that was not recorded
+    assert "has no recording (flight.jsonl.zst): train with --record" in pipar(tmp_path, code=2)
 
 
 def test_a_replay_that_differs_from_its_recording_says_so(

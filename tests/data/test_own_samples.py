@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from pipar.data.own_samples import dataset_images, factory_images
 from pipar.errors import DataError
@@ -82,6 +82,11 @@ def test_integers_tuples_and_dictionaries_stay_as_they_are() -> None:
 def test_unusable_items_are_refused(items: list[Any], sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         dataset_images(items)
+
+
+def test_a_loader_is_refused_because_pipar_makes_the_batches() -> None:
+    with pytest.raises(DataError, match=r"a DataLoader is not a dataset: give its dataset \(loader\.dataset\)"):
+        dataset_images(DataLoader(TensorDataset(torch.zeros(4, 2), torch.arange(4)), batch_size=2))
 
 
 def test_a_factory_is_called_with_the_name_and_may_have_no_such_set(

@@ -60,7 +60,7 @@ def test_a_callback_ends_the_training_after_the_round_that_is_being_trained(worl
     trained = len(result.epochs)
     assert trained == 3 if world != "real" else 2 <= trained < 6  # the message takes time
     assert seen == list(range(1, trained + 1))
-    assert result.content["stopped"] == f"Training ends after epoch {trained}: a callback has ended it."
+    assert result.content["stopped"] == f"Training ended after epoch {trained}: a callback ended it."
     assert [event.epoch for event in events if isinstance(event, EndedByCallback)] == [trained]
     assert json.loads((result.folder / "result.json").read_text("utf-8")) == result.content
     if world != "timing-only":

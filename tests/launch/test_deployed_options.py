@@ -206,3 +206,11 @@ def test_a_server_validates_one_number_for_each_sample(tmp_path: Path, monkeypat
     workload = server_of(tmp_path, monkeypatch, tree)
     workload.checked_model()
     assert sum(size for size, _ in workload.samples.held_out_batches("validation")) == 5
+
+
+def test_a_server_says_that_a_deployment_cannot_train_on_tokens() -> None:
+    tree: dict[str, Any] = {"model": {"factory": "verses:network"}, "data": {"factory": "verses:samples"}}
+    with pytest.raises(ConfigError, match="learns from token numbers, which are integers, but a deployment takes only"):
+        server_workload(config_from({**tree, "task": {"loss": "next_token"}}))
+    with pytest.raises(ConfigError, match=r"also give data\.shape and data\.classes\. A deployment takes only samples"):
+        server_workload(config_from(tree))

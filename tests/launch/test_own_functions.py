@@ -123,8 +123,22 @@ def test_what_is_no_function_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
         trained(monkeypatch, tmp_path, TREE, world="virtual", metrics={"off": 3})
     with pytest.raises(ConfigError, match=r"optimizer is a SGD: give a function .* as in lambda named: torch\.optim"):
         trained(monkeypatch, tmp_path, TREE, world="virtual", optimizer=torch.optim.SGD(network().parameters()))
+    with pytest.raises(ConfigError, match=r"loss is the class MSELoss: give an object of it, as in MSELoss\(\)"):
+        trained(monkeypatch, tmp_path, TREE, world="virtual", loss=torch.nn.MSELoss)
+    with pytest.raises(ConfigError, match="metrics is a list: give functions by name"):
+        trained(monkeypatch, tmp_path, TREE, world="virtual", metrics=["f1"])
     named = {**TREE, "optimizer": {"learning_rate": 0.1}}
     with pytest.raises(
         ConfigError, match=r"optimizer\.learning_rate is given with a function .* give only one of them"
     ):
         trained(monkeypatch, tmp_path, named, world="virtual", optimizer=adamw)
+
+
+def test_what_is_no_list_of_functions_is_refused() -> None:
+    run: Any = pipar.run
+    with pytest.raises(ConfigError, match="callbacks is a function: give a list of functions"):
+        run(callbacks=print)
+    with pytest.raises(ConfigError, match="callbacks has a int: give functions"):
+        run(callbacks=[3])
+    with pytest.raises(ConfigError, match=r"settings is one string: .* settings=\['run.epochs=1'\]"):
+        run(settings="run.epochs=1")

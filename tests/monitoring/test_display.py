@@ -339,3 +339,8 @@ def test_the_title_says_when_a_network_is_not_cut() -> None:
     one_stage = {**plans, "plans": {"a": "P=1 N=1"}}
     shown = _shown(Started("runs/x", "fl", 4, 2, **one_stage, layers=1), terminal=False)
     assert "fl: federated learning, whole network N=1\n" in shown
+
+
+def test_the_title_of_a_long_metric_shows_that_it_is_cut() -> None:
+    titles = {name: epoch_header(metric=name)[44:52].strip() for name in ("mae", "perplex", "coverage")}
+    assert titles == {"mae": "val mae", "perplex": "perplex", "coverage": "covera…"}

@@ -160,7 +160,7 @@ SAID: list[tuple[Event, str]] = [
     ),
     (
         BudgetSpent(9, "pi-9", 9.5678, 9.0),
-        "warning: Training ends after epoch 9: one more would bring pi-9 to epsilon 9.568, and privacy.target_epsilon "
+        "warning: Training ended after epoch 9: one more would bring pi-9 to epsilon 9.568, and privacy.target_epsilon "
         "is 9.",
     ),
     (
@@ -172,7 +172,7 @@ SAID: list[tuple[Event, str]] = [
         EquivalenceChanged(7, ("batch statistics", "dropout")),
         "after round 7, the weights are statistical: batch statistics, dropout",
     ),
-    (EndedByCallback(7), "Training ends after epoch 7: a callback has ended it."),
+    (EndedByCallback(7), "Training ended after epoch 7: a callback ended it."),
     (Saved(7, "runs/x/checkpoint"), "round 7 saved in runs/x/checkpoint"),
     (SaveFailed(7, "no space left on device"), "error: round 7 could not be saved: no space left on device"),
     (Replanned(8, PLANS), "new plans from round 8 on: pi-1 P=1 N=9 1f1b(4) planes/sparse"),

@@ -72,7 +72,7 @@ def test_a_comparison_keeps_a_line_of_each_run_and_notices() -> None:
     shell = Shell()
     shell.show(STARTED, EPOCH, EndedByCallback(1), Preparing("Planning", 0.5), STARTED, EPOCH)
     assert shell.texts[-1].splitlines() == [
-        "Training ends after epoch 1: a callback has ended it.",
+        "Training ended after epoch 1: a callback ended it.",
         "<b>: 1 of 4 epochs in 3.0 s",
         "<b>: 1 of 4 epochs in 1.0 s",
     ]

@@ -242,7 +242,7 @@ def test_training_ends_before_a_round_that_would_exceed_the_budget_and_says_so()
     assert terms.target_epsilon is not None
     assert outcome.results[-1].epsilon <= terms.target_epsilon < stopped.epsilon
     assert EventDescriber().sentence(stopped) == (
-        f"Training ends after epoch 2: one more would bring a to epsilon {stopped.epsilon:.4g}, and "
+        f"Training ended after epoch 2: one more would bring a to epsilon {stopped.epsilon:.4g}, and "
         f"privacy.target_epsilon is {terms.target_epsilon:g}."
     )
 

@@ -117,6 +117,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"name": "LBFGS"}, "optimizer.name = 'LBFGS' cannot be used"),
     ({"name": "sparseadam"}, "optimizer.name = 'sparseadam' cannot be used: it takes sparse gradients only"),
     ({"betas": [0.9, 0.99]}, "optimizer.betas = [0.9, 0.99] is not an argument of sgd: it has learning_rate,"),
+    ({"lr": 0.1}, "optimizer.lr = 0.1 is not an argument of sgd (did you mean 'learning_rate'?): it has"),
     ({"name": "adam", "momentum": 0.9}, "optimizer.momentum = 0.9 is not an argument of adam"),
     ({"name": "adam", "beta": [0.9, 0.99]}, "is not an argument of adam (did you mean 'betas'?): it has"),
     ({"name": "adam", "betas": 0.9}, "optimizer.betas = 0.9 is not allowed: adam takes a list of 2 numbers."),

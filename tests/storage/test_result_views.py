@@ -123,6 +123,21 @@ def test_a_figure_has_losses_and_accuracy_or_seconds_and_is_shown_once() -> None
     assert [axes.get_title() for axes in untrained().plot().axes] == ["seconds per epoch"]
 
 
+def test_a_figure_of_a_regression_shows_its_metrics() -> None:
+    epochs = [{**epoch(number), "val_accuracy": None, "val_metrics": {"r2": 0.1 * number}} for number in (1, 2)]
+    figure = Result(Path("runs/a"), {**result().content, "epochs": epochs}).plot()
+    assert [axes.get_title() for axes in figure.axes] == ["loss", "validation r2"]
+    assert list(figure.axes[1].lines[0].get_ydata()) == [0.1, 0.2]
+
+
+def test_a_result_prints_as_one_line() -> None:
+    trained = "<Result: <i>net</i> on digits, pipar, virtual time, 2 epochs, test accuracy 75.0 % †; runs/a&b/>"
+    assert str(result()) == repr(result()) == trained
+    regression = result(epochs=1, test_accuracy=None, test_loss=0.51234, test_metrics={"r2": 0.5})
+    assert str(regression).endswith("virtual time, one epoch, test loss 0.5123; runs/a&b/>")
+    assert (regression.test_metrics, result().test_metrics) == ({"r2": 0.5}, {})
+
+
 @pytest.mark.parametrize(("method", "library"), [("frame", "pandas"), ("plot", "matplotlib")])
 def test_without_its_library_a_view_says_what_to_install(
     method: str, library: str, monkeypatch: pytest.MonkeyPatch

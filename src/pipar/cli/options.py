@@ -105,7 +105,7 @@ PLAN = [
         "--micro-batches",
         "plan.micro_batches",
         "N",
-        f"Micro-batches in flight per iteration (the paper's N); 'auto' plans it.  [default: {_PLAN.micro_batches}]",
+        f"Micro-batches per batch (the paper's N); 'auto' plans it.  [default: {_PLAN.micro_batches}]",
         names=["auto"],
     ),
 ]

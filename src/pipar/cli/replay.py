@@ -55,6 +55,8 @@ def replay(
     if at is not None and number is not None:
         raise click.UsageError("--at and --round exclude each other: give only one.")
     change = Change(_plan(plan), 1.0 if link_factor is None else link_factor, frozenset(without))
+    if file.is_dir() and not (file / FILE).exists():
+        raise InputError(f"{file} has no recording ({FILE}): train with --record, then replay that run.")
     flight = Flight.read(file / FILE if file.is_dir() else file)
     asked = None if at is None else moment.moment_at(flight, at)
     shown = moment.round_numbered(flight, number) if number is not None else asked.round if asked is not None else None

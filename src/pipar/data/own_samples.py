@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from pipar.data.images import Images
 from pipar.data.own_targets import own_target
@@ -28,6 +29,8 @@ def dataset_images(dataset: Any, task: TaskSection = _CLASSES) -> Images:
     integers are not changed; uint8 is normalised with mean and deviation 0.5, the same on every device. A target is
     what the task's loss takes; that of a text may be None: its next tokens.
     """
+    if isinstance(dataset, DataLoader):
+        raise DataError("a DataLoader is not a dataset: give its dataset (loader.dataset); pipar makes the batches.")
     if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
         raise DataError(f"a {type(dataset).__name__} is not a dataset: give a torch Dataset of (sample, label) pairs.")
     items = dataset if not hasattr(dataset, "__len__") else (dataset[at] for at in range(len(dataset)))

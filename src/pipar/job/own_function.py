@@ -27,6 +27,9 @@ def checked_function(function: Any, what: str, wanted: str = OF_OUTPUTS) -> OwnF
     """Return a function that the user passed as this."""
     if not callable(function):
         raise ConfigError(f"{what} is a {type(function).__name__}: give {wanted}.")
+    if wanted is OF_OUTPUTS and isinstance(function, type):
+        name = function.__name__
+        raise ConfigError(f"{what} is the class {name}: give an object of it, as in {name}(), or {wanted}.")
     return OwnFunction(function)
 
 

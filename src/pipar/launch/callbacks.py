@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from pipar.errors import ConfigError
 from pipar.events import EpochResult, Event
 
 
@@ -31,7 +32,13 @@ class Callbacks:
     """Calls functions after each epoch; remembers whether one of them has returned STOP or raised an error."""
 
     def __init__(self, functions: Sequence[Callback]) -> None:
+        if not isinstance(functions, Iterable):
+            kind = "function" if callable(functions) else type(functions).__name__
+            raise ConfigError(f"callbacks is a {kind}: give a list of functions, as in callbacks=[print].")
         self._functions = tuple(functions)
+        for one in self._functions:
+            if not callable(one):
+                raise ConfigError(f"callbacks has a {type(one).__name__}: give functions that take an epoch's results.")
         self._error: Exception | None = None
         self._is_stopped = False
 

@@ -40,9 +40,16 @@ def server_workload(config: Config) -> Workload:
     # A network that comes with pipar has as many outputs.
     needs_classes = config.task.takes_classes or config.model.factory is None
     if shape is None or (classes is None and needs_classes):
+        if config.task.loss == "next_token" and shape is None:
+            raise ConfigError(
+                "task.loss = 'next_token' learns from token numbers, which are integers, but a deployment takes only "
+                "samples of one tensor of floating-point numbers: train on one machine, with 'pipar run'. If your "
+                "samples are such a tensor, give data.shape."
+            )
         raise ConfigError(
             f"data.factory = {config.data.factory!r} is called on devices only, so the server cannot see the samples: "
-            f"also give data.shape{' and data.classes' if needs_classes else ''}."
+            f"also give data.shape{' and data.classes' if needs_classes else ''}. A deployment takes only samples of "
+            "one tensor of floating-point numbers."
         )
     knows_no_data = config.data.factory is not None
     own = UserObjects(form=InputForm.given(shape), classes=classes or 0, knows_no_data=knows_no_data)

@@ -225,6 +225,8 @@ def configuration_of(config: Any, settings: Sequence[str], datasets: Any, cut_po
 
 
 def _configuration(config: Any, settings: Sequence[str], datasets: Any) -> Config:
+    if isinstance(settings, str):
+        raise ConfigError(f"settings is one string: give a list of them, as in settings=[{settings!r}].")
     if isinstance(config, Config):
         return with_settings(config, settings)
     if isinstance(config, str | Path):
@@ -247,6 +249,11 @@ def with_functions(
     config: Config, loss: Any = None, metrics: Mapping[str, Any] | None = None, optimizer: Any = None
 ) -> Config:
     """Return the configuration with the names of the functions that the user passed."""
+    if not isinstance(metrics, Mapping | None):
+        raise ConfigError(
+            f"metrics is a {type(metrics).__name__}: give functions by name, as in metrics={{'error': error}}; those "
+            "of pipar are named in task.metrics."
+        )
     if loss is None and not metrics and optimizer is None:
         return config
     from pipar.job.own_function import OWN, own_name

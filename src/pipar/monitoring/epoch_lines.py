@@ -35,7 +35,7 @@ def epoch_header(*, private: bool = False, metric: str = "") -> str:
 
 def _shortened(metric: str, width: int) -> str:
     title = f"val {metric}"
-    return title if len(title) < width else metric[: width - 1]
+    return title if len(title) < width else metric if len(metric) < width else f"{metric[: width - 2]}…"
 
 
 def epoch_line(result: EpochResult) -> str:

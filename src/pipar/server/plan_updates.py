@@ -77,7 +77,7 @@ class PlanUpdates:
     def join(self, device: str, orders: Orders, first_epoch: int) -> None:
         """Put the first orders of a device that joins later into effect."""
         self._orders[device] = orders
-        self.move_and_announce(first_epoch, {device: orders.plan}, f"{device} joined")
+        self.move_and_announce(first_epoch, {device: orders.plan}, f"{device} joined: its first plan")
 
     def move_and_announce(self, first_epoch: int, changed: Mapping[str, Plan], why: str = "") -> None:
         """Cut the network as these plans say, before any device trains with them."""

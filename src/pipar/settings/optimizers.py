@@ -134,8 +134,9 @@ def check_arguments(name: str, given: Mapping[str, Any]) -> None:
     known = OPTIMIZERS[name].arguments
     for key, value in given.items():
         if key not in known:
+            hint = " (did you mean 'learning_rate'?)" if key in ("lr", "rate") else did_you_mean(key, list(known))
             raise ValueError(
-                f"optimizer.{key} = {value!r} is not an argument of {name}{did_you_mean(key, list(known))}: it has "
+                f"optimizer.{key} = {value!r} is not an argument of {name}{hint}: it has "
                 f"learning_rate, {', '.join(known)}"
             )
         if not _fits(value, known[key]):

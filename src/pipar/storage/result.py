@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """A finished run: its folder and the content of its result.json; a notebook shows it as a table.
 
@@ -46,6 +46,21 @@ class Result:
         """Share of the test set that the trained model classifies correctly; None without a test set."""
         accuracy = self.content["test_accuracy"]
         return None if accuracy is None else float(accuracy)
+
+    @property
+    def test_metrics(self) -> dict[str, float]:
+        """The task's metrics on the test set, by name; empty without a test set or metrics.
+
+        >>> task = ["task.metrics=['f1']"]
+        >>> test = datasets[0]
+        >>> result = pipar.run(world="virtual", model=model, datasets=datasets, test=test, settings=[*SMALL, *task])
+        >>> list(result.test_metrics)
+        ['f1']
+        """
+        return dict(self.content.get("test_metrics") or {})
+
+    def __repr__(self) -> str:
+        return result_views.result_line(self.content, self.folder)
 
     @property
     def seconds_per_epoch(self) -> float:
@@ -84,7 +99,7 @@ class Result:
         return result_views.devices_frame(self.device_metrics, "Result.device_frame()")
 
     def plot(self) -> Figure:
-        """Return a figure of matplotlib: losses and accuracy by epoch, or seconds if nothing was trained.
+        """Return a figure of matplotlib: losses, accuracy and metrics by epoch, or seconds if nothing was trained.
 
         >>> figure = pipar.run(world="timing-only", settings=SMALL).plot()
         >>> figure.axes[0].get_xlabel()

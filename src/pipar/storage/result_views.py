@@ -77,17 +77,20 @@ def _png(figure: Any) -> bytes:
 
 
 def plot_epochs(content: Row) -> Any:
-    """Return a figure of a run: its losses and its accuracy by epoch, or its seconds if it trains nothing."""
-    epochs = content["epochs"]
-    has = {key: any(epoch.get(key) is not None for epoch in epochs) for key in ("train_loss", "val_accuracy")}
-    figure, axes = new_figure("Result.plot()", 1 + all(has.values()))
+    """Return a figure of a run: its losses, its accuracy and metrics by epoch, or its seconds if it trains nothing."""
+    epochs = [dict(_flat(epoch)) for epoch in content["epochs"]]
+    keys = dict.fromkeys(["val_accuracy", *(key for row in epochs for key in row if key.startswith(_METRICS))])
+    scores = [key for key in keys if any(epoch.get(key) is not None for epoch in epochs)]
+    learns = any(epoch.get("train_loss") is not None for epoch in epochs)
+    figure, axes = new_figure("Result.plot()", 1 + len(scores) if learns else 1)
     numbers = [epoch["epoch"] for epoch in epochs]
-    if not has["train_loss"]:
+    if not learns:
         curve(axes[0], numbers, epochs, {"seconds": ""}, "seconds per epoch")
     else:
         curve(axes[0], numbers, epochs, {"train_loss": "training", "val_loss": "validation"}, "loss")
-        if has["val_accuracy"]:
-            curve(axes[1], numbers, epochs, {"val_accuracy": ""}, "validation accuracy")
+        for one, key in zip(axes[1:], scores, strict=True):
+            name = "accuracy" if key == "val_accuracy" else key.removeprefix(_METRICS)
+            curve(one, numbers, epochs, {key: ""}, f"validation {name}")
     for one in axes:
         one.set_xlabel("epoch")
         one.xaxis.get_major_locator().set_params(integer=True)
@@ -137,6 +140,17 @@ def result_html(content: Row, folder: Path, seconds: float | None) -> str:
     note = [html_line(f"The last {_MOST_EPOCHS} of {len(epochs)} epochs")] if left_out > 0 else []
     table = epochs_html(epochs[-_MOST_EPOCHS:]) if epochs else html_line("No epoch was finished.")
     return html_page(title(content), html_facts(facts), *note, table)
+
+
+def result_line(content: Row, folder: Path) -> str:
+    """Return a run in one line: what was trained, how it ended, and its folder."""
+    epochs, accuracy, loss = content["epochs"], content.get("test_accuracy"), content.get("test_loss")
+    parts = [title(content), "one epoch" if len(epochs) == 1 else f"{len(epochs)} epochs"]
+    if accuracy is not None:
+        parts.append(f"test accuracy {percent(accuracy)}{statistical_mark(content)}")
+    elif loss is not None:
+        parts.append(f"test loss {number(loss, 4)}")
+    return f"<Result: {', '.join(parts)}; {folder}/>"
 
 
 def _whole(content: Row) -> str:

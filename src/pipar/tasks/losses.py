@@ -151,7 +151,7 @@ class ClassLoss:
         if fits and places == target.shape:
             return self._wrong_weights(number)
         wanted = (2, *target.shape, classes) if self._is_sequence else (2, classes, *target.shape)
-        return f"{given}, but {classes} classes need {wanted}: change its last layer"
+        return f"{given}, but {classes} classes need {wanted}: change its last layer, or data.classes"
 
     def _wrong_weights(self, classes: int) -> str | None:
         given = len(self.weights or ())

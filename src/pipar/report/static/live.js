@@ -108,7 +108,7 @@
   const tableBody = make("tbody");
   const table = make("table", { class: "live-table" },
     make("caption", { class: "live-hidden" }, "Devices and their states"),
-    make("thead", null, make("tr", null, ...["Device", "State", "For", "Plan", "Epoch · iteration", "Compute busy", "Uplink busy", "Note"]
+    make("thead", null, make("tr", null, ...["Device", "State", "For", "Plan", "Place in its epoch", "Compute busy", "Uplink busy", "Note"]
       .map((word) => make("th", { scope: "col" }, word)))),
     tableBody);
   const log = make("ol", { class: "live-log" });
@@ -211,7 +211,7 @@
       row.chip.dataset.state = device.state;
       setText(row.chip, STATES[device.state] || device.state);
       setText(row.plan, device.plan || "–");
-      setText(row.place, device.epoch ? `${device.epoch} · ${device.iteration}${device.iterations ? ` of ${device.iterations}` : ""}` : "–");
+      setText(row.place, device.epoch ? `epoch ${device.epoch}, iteration ${device.iteration}${device.iterations ? ` of ${device.iterations}` : ""}` : "–");
       row.compute.set(device.compute);
       row.uplink.set(device.uplink);
     });
