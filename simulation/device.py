@@ -83,6 +83,7 @@ class SimulatedDevice:
             training.profile,
             self._guard(number),
             terms=Terms(part_sizes(training.workload.build_model()), training.profile, samples=10**6),
+            evaluation=training.workload.evaluation_samples(self.name) if env.scenario.evaluates else None,
         )
 
         async def take_part(transport: Transport) -> None:

@@ -272,6 +272,20 @@ def trace_is_true(spans: Sequence[Span], began_s: float, now_s: float) -> None:
             )
 
 
+def evaluation_is_of_the_model(epoch: int, shown: Mapping[str, Any], losses: Mapping[str, float], samples: int) -> None:
+    """Each device has values of the round's model on all its evaluation samples, or a reason why it has none."""
+    if unknown := sorted({*shown["devices"], *shown["missing"]} - losses.keys()):
+        raise Violation("evaluation is of the model", f"round {epoch} has values of {unknown}.")
+    for device, values in shown["devices"].items():
+        error = abs(values["loss"] - losses[device])
+        if values["samples"] != samples or device in shown["missing"] or not error <= EXACT * max(1.0, losses[device]):
+            raise Violation(
+                "evaluation is of the model",
+                f"in round {epoch}, {device} has {dict(values)}; the loss of that model on its {samples} samples is "
+                f"{losses[device]}.",
+            )
+
+
 @dataclass(frozen=True)
 class Ledger:
     """The updates that one device has sent, as counted by different parties."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipar.data.images import Images
 from pipar.data.shard import Shard
 from pipar.execution.schedule import cut_epoch
 from pipar.nn.optimizers import OptimizerSettings
@@ -28,6 +29,14 @@ class Rules:
 def copied(state: State) -> State:
     """Return a copy of all tensors."""
     return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+@torch.no_grad()
+def losses_of(model: nn.Sequential, state: State, sets: Mapping[str, Images]) -> dict[str, float]:
+    """Return the loss of a model in eval mode on the samples of each device."""
+    model.load_state_dict(state)
+    model.eval()
+    return {name: F.cross_entropy(model(kept.images), kept.labels).item() for name, kept in sets.items()}
 
 
 def federated_round(

@@ -47,6 +47,7 @@ LAYERS = 3
 #: Split points whose last device layer is a ReLU.
 RECTIFIED = frozenset({2})
 BATCH = 4
+EVALUATION_SAMPLES = 3  # of each device, in worlds whose devices evaluate models
 
 
 @dataclass(frozen=True, order=True)
@@ -98,6 +99,7 @@ class Scenario:
     network: str = "plain"  # "plain", "batch-norm" or "dropout"
     privacy: Privacy | None = None
     is_traced: bool = False
+    evaluates: bool = False  # devices evaluate every model on samples of their own
     local_epochs: int = 1  # passes over its samples that a device trains in each round
     devices_per_round: int | float | Literal["all"] = "all"
     clip_norm: float | None = None  # of the gradients of both sides of a cut
@@ -191,7 +193,9 @@ def draw_scenario(seed: int, devices: int = 5, rounds: int = 5) -> Scenario:
         faults=draw_faults(rng, names, rounds, max(window_s, 1.0)),
     )
     scenario = _with_surroundings(scenario, random.Random(f"surroundings {seed}"))
-    return _with_rounds(scenario, random.Random(f"rounds {seed}"))
+    scenario = _with_rounds(scenario, random.Random(f"rounds {seed}"))
+    evaluates = random.Random(f"evaluation {seed}").random() < 0.25 and scenario.privacy is None
+    return replace(scenario, evaluates=evaluates)
 
 
 def _with_surroundings(scenario: Scenario, rng: random.Random) -> Scenario:

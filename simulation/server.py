@@ -51,13 +51,15 @@ from simulation.environment import Environment
 from simulation.instrumented import CountingLearner
 from simulation.invariants import (
     MemoryUse,
+    evaluation_is_of_the_model,
     one_server_at_a_time,
     programs_do_not_fail,
     trace_is_true,
     unread_files_are_kept,
 )
 from simulation.processes import Process
-from simulation.scenario import LAYERS, draw_encodings, draw_plans
+from simulation.reference_training import State, copied, losses_of
+from simulation.scenario import EVALUATION_SAMPLES, LAYERS, draw_encodings, draw_plans
 from simulation.tiny_training import CLASSES
 
 _SAVING_S = 0.3
@@ -93,6 +95,7 @@ class SimulatedServer:
         self._program: Server | None = None
         self._learner: CountingLearner | None = None
         self._folder: RunFolder | None = None
+        self._models: dict[int, State] = {}  # by round, until its result is there; only if devices evaluate them
         self._holders = 0  # servers that use the folder of the run
         self._draws = random.Random(f"sessions {environment.scenario.seed}")
 
@@ -349,7 +352,10 @@ class SimulatedServer:
     def _observe(self, event: Event, learner: CountingLearner) -> None:
         checks = self._env.checks
         match event:
-            case Progress() | EpochResult():
+            case Progress():
+                return
+            case EpochResult():
+                self._check_evaluation(event)
                 return
             case Saved():
                 checks.note(SERVER, f"Saved(epoch={event.epoch})")
@@ -378,10 +384,23 @@ class SimulatedServer:
                 self._env.draws.round_is_over(event.epoch, [*event.counted, *event.partly])
                 self._note_replicas(event.epoch)
                 checks.round_is_over(event, learner.state())
+                if self._env.scenario.evaluates:
+                    self._models[event.epoch] = copied(learner.state())
                 if self._folder is not None:
                     self._env.ledgers.round_is_over(self._folder.accountant, checks.counted)
             case _:
                 pass
+
+    def _check_evaluation(self, result: EpochResult) -> None:
+        """Compare what devices said of a round's model with what plain PyTorch says."""
+        if (model := self._models.pop(result.epoch, None)) is None or not result.device_metrics:
+            return
+        workload, names = self._env.training.workload, self._env.scenario.names
+        sets = {name: kept for name in names if (kept := workload.samples.evaluation_images(name)) is not None}
+        losses = losses_of(workload.build_model(), model, sets)
+        self._env.checks.check(
+            evaluation_is_of_the_model, result.epoch, result.device_metrics, losses, EVALUATION_SAMPLES
+        )
 
     def _note_replicas(self, epoch: int) -> None:
         """Note which replicas there are at the end of a round: those of the devices that are here and were drawn."""

@@ -17,7 +17,7 @@ from pipar.settings.config import Config
 from pipar.settings.config_file import config_from
 from pipar.tensors.inputs import InputForm
 from pipar.wire import encodings
-from simulation.scenario import BATCH, LAYERS, RECTIFIED, Scenario
+from simulation.scenario import BATCH, EVALUATION_SAMPLES, LAYERS, RECTIFIED, Scenario
 
 INPUTS, HIDDEN, CLASSES = 4, 80, 3
 DELTA = 1e-5
@@ -94,7 +94,17 @@ def _network_and_data(scenario: Scenario) -> UserObjects:
         inputs = torch.randn((count, INPUTS), generator=generator, dtype=torch.float64)
         data[name] = Images(inputs, torch.randint(CLASSES, (count,), generator=generator))
     own = UserObjects.of(config_from({}), model, None, None, None)
-    return replace(own, training=data, form=InputForm.given((INPUTS,)), classes=CLASSES)
+    kept = None
+    if scenario.evaluates:
+        draw = torch.Generator().manual_seed(scenario.seed + 1)
+        kept = {
+            name: Images(
+                torch.randn((EVALUATION_SAMPLES, INPUTS), generator=draw, dtype=torch.float64),
+                torch.randint(CLASSES, (EVALUATION_SAMPLES,), generator=draw),
+            )
+            for name in scenario.names
+        }
+    return replace(own, training=data, evaluation=kept, form=InputForm.given((INPUTS,)), classes=CLASSES)
 
 
 def _network(kind: str) -> nn.Sequential:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pipar.job.device_evaluation import HeldOutSamples
 from pipar.server import serving
 from pipar.server.participants import Participants
 from pipar.server.sampling import Draw
 from pipar.server.session import Session
 from pipar.storage.checkpoint_writer import CheckpointWriter
 from pipar.storage.run_folder import RunFolder
+from pipar.wire.messages import Body
 from pipar.wire.orders import Orders
+from simulation.reference_training import copied
 from simulation.scenario import Fault, Scenario
 from tests.support.quiet_worlds import found, holds, quiet
 
@@ -107,3 +111,22 @@ def test_gradients_that_are_clipped_by_the_norm_of_one_side_are_found(
     else:
         monkeypatch.setattr("pipar.device.pipeline.read_norm", lambda _: 0.0)
     assert found(clipped) == "aggregate is the mean"
+
+
+def evaluated(seed: int) -> Scenario:
+    """Return a world whose devices evaluate every model, and in which one is cut off and the server crashes."""
+    faults = Fault(1.0, "cut", "device-1", 0.5, 1), Fault(4.0, "crash-server", "", 0.5, 1)
+    return quiet(seed, *faults, evaluates=True, rounds=6)
+
+
+@pytest.mark.slow
+def test_values_of_another_model_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    holds(evaluated)
+    evaluator = HeldOutSamples.evaluator
+
+    def with_the_first_layers_it_had(self: HeldOutSamples, part: Any, body: Body) -> Any:
+        first = self.__dict__.setdefault("first", copied(part.state()))
+        return evaluator(self, SimpleNamespace(state=lambda: first), body)
+
+    monkeypatch.setattr(HeldOutSamples, "evaluator", with_the_first_layers_it_had)
+    assert found(evaluated) == "evaluation is of the model"
