@@ -125,6 +125,13 @@ class Preparing:
 
 
 @dataclass(frozen=True)
+class MeasuredBusy:
+    """The network was measured on this machine while other programs kept it busy: predicted times may be wrong."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Started:
     """Everything is prepared and the run's folder exists: the training begins."""
 
@@ -496,6 +503,7 @@ Event = (
     | Starting
     | Preparing
     | Started
+    | MeasuredBusy
     | Listening
     | Barred
     | Reloaded

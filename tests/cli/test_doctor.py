@@ -6,6 +6,7 @@ import json
 import socket
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pipar.cli import doctor_checks, machine_limits, main
 from pipar.cli.doctor_checks import EXTRAS, Finding, TorchFacts
 from pipar.cli.machine_limits import Limits
 from pipar.data.catalog import known_datasets
+from pipar.profiling.profile import LayerProfile, Profile
 from pipar.settings.config import Config
 from pipar.settings.config_file import config_from
 from pipar.transport.addresses import why_not_listening
@@ -280,3 +282,20 @@ def test_this_machine_is_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "profiles",
     }
     assert list(tmp_path.iterdir()) == []
+
+
+def test_profiles_of_a_busy_machine_are_named(tmp_path: Path) -> None:
+    layers = (LayerProfile("one", (0.1,), (0.1,), 4, 4),)
+    quiet = Profile("vgg5", "float32", (1,), layers, crowded=(1.2,), crowd=1)
+    (tmp_path / "a.json").write_text(quiet.to_json())
+    (tmp_path / "old.json").write_text("{}")
+    assert doctor_checks.check_profiles(tmp_path) == doctor_checks.check_profiles(tmp_path / "missing") == []
+    (tmp_path / "b.json").write_text(replace(quiet, model="resnet18", busy_cores=1.7).to_json())
+    (tmp_path / "c.json").write_text(replace(quiet, crowded=(17.8,)).to_json())
+    (found,) = doctor_checks.check_profiles(tmp_path)
+    assert found.state == "advice"
+    assert found.found == (
+        "that of resnet18 (b.json) was measured while other programs used 1.7 cores; "
+        "that of vgg5 (c.json) has a contention factor of 17.8, and at most 2 is plausible"
+    )
+    assert "'pipar profile'" in found.advice

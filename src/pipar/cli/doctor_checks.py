@@ -22,9 +22,11 @@ from typing import Any, Literal
 
 from pipar.cli.machine_limits import Limits, available_memory, limits
 from pipar.data.catalog import DatasetInfo, data_folder, known_datasets
+from pipar.errors import ConfigError
 from pipar.monitoring.tracker import TRACKER_PACKAGES, is_package
 from pipar.profiling.cache import cache_folder, usable_cores
 from pipar.profiling.memory import BASE_BYTES
+from pipar.profiling.profile import Profile
 from pipar.settings.config import Config
 from pipar.storage.run_names import runs_folder
 from pipar.transport import open_files
@@ -39,6 +41,8 @@ _LEAST_PYTHON = (3, 11)
 #: With less than the first, no run fits; with less than the second, only a small one.
 _LEAST_DISK, _GOOD_DISK = 100_000_000, 1_000_000_000
 _GOOD_MEMORY = 2 * 2**30
+#: Doubtful profiles that are named.
+_MOST_SHOWN = 3
 #: Modules with native code, which may be installed but fail to load, and their packages.
 NATIVE_MODULES = {
     "numpy": "numpy",
@@ -93,6 +97,7 @@ def examine(config: Config) -> list[Finding]:
         check_open_files(open_files.limits()[1]),
         check_folder("runs", runs_folder(), "PIPAR_RUNS"),
         check_folder("profiles", cache_folder(), "XDG_CACHE_HOME", kept=_profiles(cache_folder())),
+        *check_profiles(cache_folder()),
         *check_ports(config.server.listen, why_not_listening),
         *check_certificates(Path("certs")),
         *check_data(config, known_datasets(_data_path(config)), data_folder(_data_path(config))),
@@ -263,6 +268,24 @@ def nearest(folder: Path) -> Path:
 def _profiles(folder: Path) -> str:
     count = len(list(folder.glob("*.json")))
     return "no profile yet" if count == 0 else f"{count} profile{'' if count == 1 else 's'}"
+
+
+def check_profiles(folder: Path) -> list[Finding]:
+    """Return which kept profiles were measured on a busy machine, or are implausible; nothing if none was."""
+    doubts = []
+    for path in sorted(folder.glob("*.json")):
+        with suppress(ConfigError):  # another version's, or another file: it is not used
+            profile = Profile.load(path)
+            if profile.doubt:
+                doubts.append(f"that of {profile.model} ({path.name}) {profile.doubt}")
+    if not doubts:
+        return []
+    more = f"; and {len(doubts) - _MOST_SHOWN} more" if len(doubts) > _MOST_SHOWN else ""
+    advice = (
+        "Predicted and virtual times may be wrong. When the machine is quiet, measure again with 'pipar profile' and "
+        f"the same configuration, or delete the files in {folder}: the next run measures again."
+    )
+    return [Finding("measured", "advice", "; ".join(doubts[:_MOST_SHOWN]) + more, advice)]
 
 
 def check_ports(listen: str, why_not: Callable[[str], str]) -> list[Finding]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipar.cutting.cut_points import CutList
 from pipar.errors import ConfigError
-from pipar.events import Observer, Preparing, ignore
+from pipar.events import MeasuredBusy, Observer, Preparing, ignore
 from pipar.profiling.cache import find_profile, keep_profile
 from pipar.profiling.comparison import check_network
 from pipar.profiling.machines import MACHINES, machine_profile
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
     from pipar.job.workload import Workload
 
+MEASURE_AGAIN = (
+    "Predicted and virtual times may be wrong: when the machine is quiet, measure again with 'pipar profile' and the "
+    "same configuration."
+)
 #: Progress of a measurement when all layers are measured.
 _LAYERS_SHARE = 0.9
 #: Enough to fill the chunks that are encoded at most cuts.
@@ -245,6 +249,8 @@ def measured_profile(
         rectified=None if known is None else [p for p, layer in enumerate(known, start=1) if layer.rectified],
     )
     profile = measure_profile(wanted)
+    if profile.doubt:
+        observe(MeasuredBusy(f"The profile of {workload.model_name} {profile.doubt}. {MEASURE_AGAIN}"))
     if profile.whole:
         keep_profile(key, profile)
     elif memory_bytes is not None:  # without a given limit, memory was short only for now: not cached

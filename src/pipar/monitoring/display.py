@@ -22,6 +22,7 @@ from pipar.events import (
     EquivalenceChanged,
     Event,
     Joined,
+    MeasuredBusy,
     NotEvaluated,
     NotKept,
     Preparing,
@@ -113,6 +114,8 @@ class Display:
         elif isinstance(event, BudgetSpent | EndedByCallback):
             self._ended = event
             self._show_end()
+        elif isinstance(event, MeasuredBusy):
+            self._print(Text(one_line(event.reason), style="dim"), whole=True, always=True)
         elif isinstance(event, ReplanFailed | ReportFailed):
             self._print(Text(event.reason, style="dim"), whole=True)
         elif isinstance(event, EquivalenceChanged):

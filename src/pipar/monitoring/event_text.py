@@ -27,6 +27,7 @@ from pipar.events import (
     Left,
     Listening,
     Lost,
+    MeasuredBusy,
     NotEvaluated,
     NotKept,
     Pictured,
@@ -201,7 +202,7 @@ def _about_the_program(event: Event) -> str:
             return f"listening on {event.address}{few}"
         case Barred():
             return f"no device can connect: {event.reason}"
-        case Expiring() | ReloadFailed():
+        case Expiring() | ReloadFailed() | MeasuredBusy():
             return event.reason
         case Reloaded():
             return event.what

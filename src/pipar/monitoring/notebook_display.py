@@ -15,6 +15,7 @@ from pipar.events import (
     EndedByCallback,
     EpochResult,
     Event,
+    MeasuredBusy,
     Preparing,
     Progress,
     SaveFailed,
@@ -73,7 +74,7 @@ class NotebookDisplay:
                 self._run, self._finished, self._since = event, 0, self._clock()
             case EpochResult():
                 self._finished = event.epoch
-            case BudgetSpent() | EndedByCallback() | SaveFailed():
+            case BudgetSpent() | EndedByCallback() | SaveFailed() | MeasuredBusy():
                 self._lines = [*self._lines, event.reason][-_MOST_LINES:]
         if not isinstance(event, Progress | Preparing) or self._clock() - self._drawn >= _EVERY_S:
             self._draw()

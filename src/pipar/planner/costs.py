@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipar.execution.work import Work
-from pipar.profiling.profile import LONGEST_S, CodingTimes, LayerProfile, Profile
+from pipar.profiling.profile import LONGEST_S, CodingTimes, LayerProfile, Profile, most_contention
 from pipar.wire import encodings
 
 _FORWARD = ("fc", "fs", "validate")
@@ -109,7 +109,8 @@ class Costs:
         ratios, sizes = self.profile.crowded, self.profile.batch_sizes
         if not ratios or not self.profile.crowd:
             return 0.0
-        return (interpolate(sizes, ratios, min(max(samples, sizes[0]), sizes[-1])) - 1.0) / self.profile.crowd
+        ratio = interpolate(sizes, ratios, min(max(samples, sizes[0]), sizes[-1]))
+        return (min(ratio, most_contention(self.profile.crowd)) - 1.0) / self.profile.crowd
 
     def layers_s(self, kind: str, first_layer: int, last_layer: int, samples: int) -> float:
         """Return the seconds of a stage's layers, without the cost of starting it, as in the paper's estimate."""

@@ -26,6 +26,7 @@ from pipar.profiling.cache import machine_fingerprint, usable_cores
 from pipar.profiling.coding_costs import changes_in_a_round, coding_times, run_through
 from pipar.profiling.contention import measure_contention
 from pipar.profiling.layer_times import layer_profiles, measure_passes, training_pass
+from pipar.profiling.machine_load import OtherPrograms
 from pipar.profiling.measurement_task import Batch, Measurement, free_bytes, some_samples, state_bytes
 from pipar.profiling.memory import largest_prefix, training_bytes
 from pipar.profiling.operation_counter import count_layers
@@ -74,6 +75,7 @@ def measure_profile(wanted: Measurement) -> Profile:
 def _measure(task: Measurement) -> Profile:
     # Dropout draws from the CPU's generator, and the random numbers of a run must not depend on profiling.
     with one_thread(), torch.random.fork_rng(devices=[]):
+        others = OtherPrograms()
         sizes = _sizes_only(task)
         attempt = _first_attempt(sizes, task)
         measured = _measured(attempt, sizes, task)
@@ -83,7 +85,7 @@ def _measure(task: Measurement) -> Profile:
             attempt = attempt.smaller(len(task.model), task)
             measured = _measured(attempt, sizes, task)
     task.progress(1.0)
-    return measured
+    return replace(measured, busy_cores=round(others.cores(), 2))
 
 
 # --- what fits ------------------------------------------------------------------------------------------------

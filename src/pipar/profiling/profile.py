@@ -15,14 +15,16 @@ from pipar.wire.encodings import chunk_bytes, chunk_sizes
 
 #: Written into every file; a file of another format is refused.
 FORMAT = 10
+#: Other programs that use more cores than this change what is measured.
+BUSY_CORES = 0.25
 #: No machine that trains exceeds these. Sums and products of larger numbers might overflow.
 LONGEST_S = 1e6
 _MOST_COUNTED = 10**15
 _LARGEST_BATCH = 10**6
 _MOST_TENSORS = 127
 
-#: Fields that are left out of the file where the optimiser is SGD, as it always was once.
-_OF_SGD = {"optimizer": "sgd", "state_copies": 1.0}
+#: Fields that are left out of the file with these values, as they always were once.
+_USUAL = {"optimizer": "sgd", "state_copies": 1.0, "busy_cores": 0.0}
 
 #: Shares of the batch that are measured: the full batch, and micro-batches down to where fixed costs show. Half
 #: the batch is among them because large activations do not fit caches: a line from B/4 to B is 10 % off there.
@@ -91,6 +93,15 @@ class LayerProfile:
         return sum(down for _, down in self.tensor_bytes) if self.tensor_bytes else self.output_bytes
 
 
+def most_contention(others: int) -> float:
+    """Return the most by which work can take longer while this many other cores compute the same.
+
+    If all of it needed what only one core can use at a time, such as the memory or the interpreter, each core would get
+    an equal share of that. A factor above this bound has other causes, such as other programs.
+    """
+    return 1.0 + others
+
+
 @dataclass(frozen=True)
 class Profile:
     """The times of a network on one machine, and of the work around it.
@@ -139,6 +150,7 @@ class Profile:
     changes_share: float = 1.0
     optimizer: str = "sgd"  # of which `step_s` and `step_s_per_byte` are
     state_copies: float = 1.0  # values that it keeps for each trained one
+    busy_cores: float = 0.0  # that other programs used while it was measured
 
     def __post_init__(self) -> None:
         problem = _problem(self)
@@ -159,6 +171,16 @@ class Profile:
     def frozen_layers(self) -> int:
         """How many layers are before the first trained one: a device with only these has nothing to train."""
         return next((number for number, layer in enumerate(self.layers) if layer.trained), len(self.layers))
+
+    @property
+    def doubt(self) -> str:
+        """Why the times are not those of a quiet machine, as the end of a sentence; "" if they may be."""
+        if self.busy_cores > BUSY_CORES:
+            return f"was measured while other programs used {self.busy_cores:.2g} cores"
+        if self.crowd and max(self.crowded, default=1.0) > most_contention(self.crowd):
+            worst, most = max(self.crowded), most_contention(self.crowd)
+            return f"has a contention factor of {worst:.3g}, and at most {most:g} is plausible"
+        return ""
 
     def parameter_bytes(self, first: int, last: int) -> int:
         """Return the bytes of parameters and buffers of layers first..last, counted from 1."""
@@ -221,7 +243,7 @@ class Profile:
 
     def to_json(self) -> str:
         """Return one JSON object with sorted keys and a `format` number."""
-        content = {key: value for key, value in asdict(self).items() if _OF_SGD.get(key) != value}
+        content = {key: value for key, value in asdict(self).items() if _USUAL.get(key) != value}
         return json.dumps({"format": FORMAT, **content}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
@@ -238,7 +260,7 @@ class Profile:
     @classmethod
     def from_json(cls, text: str) -> Profile:
         """Return the profile of a JSON object."""
-        values = read_fields(cls, text, FORMAT, _OF_SGD)
+        values = read_fields(cls, text, FORMAT, _USUAL)
         layers = tuple(_layer(layer) for layer in list_of(values["layers"], "layers"))
         lists = {key: tuple(list_of(values[key], key)) for key in ("batch_sizes", "crowded")}
         coding = {

@@ -13,7 +13,7 @@ import re
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, WORK_KINDS, Span
@@ -203,8 +203,10 @@ class _Arrivals:
         self, spans: Sequence[Span], kind: str, ready: Mapping[_Place, float], model: LinkModel, places: Places
     ) -> None:
         self.of_tensors: dict[_Place, float] = {}
-        self.commands: list[float] = []  # control messages and models
-        self.models: list[float] = []
+        #: Control messages and models: when work may first have begun with each, and when it arrived. A measured rate
+        #: may be too low for one message, and work on it then begins before it has arrived at that rate.
+        self.commands: list[tuple[float, float]] = []
+        self.models: list[tuple[float, float]] = []
         self._spans, self._kind, self._model = spans, kind, model
         free_at = 0.0
         for span in spans:
@@ -219,9 +221,10 @@ class _Arrivals:
             if span.kind == kind:
                 self.of_tensors[place] = arrived
             elif span.kind in ("control", "model"):
-                insort(self.commands, arrived)
+                message = (arrived if model.sizes is None else span.start, arrived)
+                insort(self.commands, message)
                 if span.kind == "model":
-                    insort(self.models, arrived)
+                    insort(self.models, message)
 
     def sent(self) -> Sent:
         """Return the bytes that were sent, if the rate is known."""
@@ -241,6 +244,12 @@ def _last(times: Sequence[float], until: float) -> float | None:
     """Return the last of some sorted times up to a moment."""
     place = bisect_right(times, until)
     return times[place - 1] if place else None
+
+
+def _arrival(messages: Sequence[tuple[float, float]], until: float) -> float | None:
+    """Return when the last message arrived with which work may have begun up to a moment."""
+    place = bisect_right(messages, until, key=itemgetter(0))
+    return messages[place - 1][1] if place else None
 
 
 class _Collected:
@@ -298,7 +307,7 @@ def _device_times(
             case "bc":
                 data = decoded.get((span.iteration, span.micro_batch))
             case "install":
-                data = _last(down.models, span.start + _SKEW_S) or _last(down.commands, span.start + _SKEW_S)
+                data = _arrival(down.models, span.start + _SKEW_S) or _arrival(down.commands, span.start + _SKEW_S)
         since = out.add(span, before, data)
         if is_pass(span.kind):
             begun.append(since)
@@ -310,7 +319,7 @@ def _device_times(
         match span.kind:
             case "load" if span.iteration == 1:
                 # A device begins a round when it has been told to, and has installed the model of the round before.
-                data = span.start if model.computed_until is None else _last(down.commands, span.start + _SKEW_S)
+                data = span.start if model.computed_until is None else _arrival(down.commands, span.start + _SKEW_S)
                 before = model.computed_until if before is None else before
             case "load":
                 data = last_forward.get(span.iteration - 1)
@@ -340,7 +349,7 @@ def _server_times(
     serving = {name: _Collected(model.places) for name, model in models.items()}
     own = _Collected(Places())
     ends = sorted(span.end for span in cores)
-    waited_for = sorted([*ends, *released, *(time for one in uploads.values() for time in one.models)])
+    waited_for = sorted([*ends, *released, *(at for one in uploads.values() for _, at in one.models)])
     of_lane: dict[str, float] = {}
     of_device: dict[str, float] = {}
     for span in cores:
@@ -355,7 +364,7 @@ def _server_times(
                 ready.append(_tensor(upload, span))
                 out.order.append(span.device)
             elif span.kind == "decode":
-                ready.append(_last(upload.models, span.start + _SKEW_S))
+                ready.append(_arrival(upload.models, span.start + _SKEW_S))
             if shares_model:
                 ready.append(_last(ends, span.start))
             serving[span.device].add(span, *ready)
