@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from statistics import median
 
 import pytest
 import torch
@@ -288,8 +287,10 @@ def test_the_layers_together_take_as_long_as_the_unsplit_network(samples: int) -
     batch = Batch.random(samples, (3, 16, 16), classification(5), torch.float32)
     with one_thread():
         pairs = [(_layers_s(model, batch), _plain_pass_s(model, batch)) for _ in range(41)]
-    # Pair by pair, because a busy machine changes its speed by a third within seconds: 2 % apart when measured.
-    assert median(layers / plain for layers, plain in pairs[1:]) == pytest.approx(1.0, abs=0.15)
+    # In turns, because a busy machine changes its speed by a third within seconds; of each the fastest, because other
+    # work on the machine only ever makes a pass slower: 2 % apart when measured.
+    layers_s, plain_s = map(min, zip(*pairs, strict=True))
+    assert layers_s / plain_s == pytest.approx(1.0, abs=0.15)
 
 
 # --- less memory than the network needs
