@@ -411,4 +411,4 @@ def test_samples_of_a_factory_have_any_shape_and_a_server_without_data_makes_bla
     given = {"factory": "mine:samples", "shape": [2, 64], "classes": 3}
     config = config_from({"data": given, "model": {"factory": "mine:network"}})
     assert (config.data.shape, config.data.image_shape) == ((2, 64), None)
-    assert server_workload(config).input_shape == (2, 64)
+    assert server_workload(config).samples.input_shape == (2, 64)
