@@ -27,7 +27,7 @@ $(DEVELOPING): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(READY) $(DEVELOPING)
 
-demo: $(READY)  ## VGG-5 on digits over 4 device processes on an emulated 4G link, with fl, sfl and pipar (two minutes, after installing)
+demo: $(READY)  ## VGG-5 on digits over 4 device processes on an emulated 4G link, with fl, sfl and pipar (about a minute and a half, after installing)
 	@$(BIN)/pipar compare examples/demo.toml --methods fl,sfl,pipar
 
 # Pages are tested in the system's own browser.

@@ -36,7 +36,7 @@ class Quote:
     text: str
     result: str
     claims: tuple[str, ...]
-    form: str = "{:.4g}"
+    form: str = "{:.2f}"
     unit: str = ""
     in_readme: bool = False
 
@@ -50,34 +50,34 @@ _PREDICTED = "predicted / measured epoch, {} on {}"
 _SHARE = "bytes up and down / raw float32, {}, P = 1, the worse of epochs 1 and 10"
 QUOTES = (
     Quote(
-        "VGG-5, 2 devices on emulated 4G, P=1 N=12: shortest epoch that the link allows / measured epoch",
+        "VGG-5, 2 devices on emulated 4G, P=1 N=12: shortest epoch that the link allows / measured (1: best)",
         "efficiency",
         ("efficiency on 4g (bound / seconds), mean of 3 epochs",),
         in_readme=True,
     ),
     Quote(
-        "same run: bytes counted by the kernel / by pipar",
+        "same run: bytes counted by the kernel / by pipar (1: pipar counts all)",
         "efficiency",
         ("kernel's bytes on the loopback / bytes counted",),
     ),
     Quote(
-        "epoch in real processes / in virtual time: 4G, Wi-Fi",
+        "epoch in real processes / in virtual time (1: equal): 4G, Wi-Fi",
         "agreement",
         ("epoch seconds on 4g, real / virtual", "epoch seconds on wifi, real / virtual"),
         in_readme=True,
     ),
     Quote(
-        "time of federated learning over gRPC with one device / of a bare PyTorch loop over the same batches",
+        "time of federated learning over gRPC with one device / of a bare PyTorch loop (below 1: faster)",
         "bare_loop",
         ("fl over gRPC / bare PyTorch loop, median of 5 pairs",),
     ),
     Quote(
-        "bytes at the first cut, lossless encoding / raw float32: VGG-5, VGG-16, ResNet-18, MobileNetV3-Small",
+        "bytes at the first cut, lossless / raw float32 (less is better): VGG-5, VGG-16, ResNet-18, MobileNetV3-Small",
         "exact_wire",
         tuple(_SHARE.format(model) for model in ("vgg5", "vgg16", "resnet18", "mobilenetv3_small")),
     ),
     Quote(
-        "epoch on 4G, lossless encodings / raw: VGG-5 real, VGG-5 virtual, VGG-16 virtual",
+        "epoch on 4G, lossless encodings / raw (less is better): VGG-5 real, VGG-5 virtual, VGG-16 virtual",
         "coded_epochs",
         (
             "epoch with auto / raw, vgg5 on 4g, real",
@@ -87,7 +87,7 @@ QUOTES = (
         in_readme=True,
     ),
     Quote(
-        "predicted / measured epoch, two real devices, VGG-5: 4G, 4G+, Wi-Fi",
+        "predicted / measured epoch (1: exact), two real devices, VGG-5: 4G, 4G+, Wi-Fi",
         "prediction",
         tuple(_PREDICTED.format("vgg5", link) for link in prediction.LINKS),
     ),
@@ -105,14 +105,14 @@ QUOTES = (
         in_readme=True,
     ),
     Quote(
-        "replanning while links change every minute, CPU time / training time: VGG-5, ResNet-18",
+        "replanning while links change every minute, CPU time / training time (less is better): VGG-5, ResNet-18",
         "replanning",
         tuple(f"CPU seconds of planning / seconds of training, {model}" for model in ("vgg5", "resnet18")),
         "{:.2f}",
         " %",
     ),
     Quote(
-        "epoch of 20 devices with a live page / without: one browser watching, 8 browsers that hang",
+        "epoch of 20 devices with a live page / without (1: no cost): one browser watching, 8 browsers that hang",
         "dashboard",
         (
             "epoch of 20 devices with a live page that is watched / without",
@@ -120,9 +120,10 @@ QUOTES = (
         ),
     ),
     Quote(
-        "CPU time of the flight recorder / time of the training, 20 devices",
+        "CPU time of the flight recorder / time of the training, 20 devices (less is better)",
         "recorder",
         ("CPU seconds of the recorder's thread / seconds",),
+        "{:.4f}",
     ),
     Quote(
         "a recording of 100 rounds of 20 devices",
@@ -142,7 +143,7 @@ QUOTES = (
         " %",
     ),
     Quote(
-        "peak memory / model size, for a model of 600 MB: server with 2 devices, device",
+        "peak memory / model size (less is better), for a model of 600 MB: server with 2 devices, device",
         "large_model",
         (
             "peak memory of the server / size of a 600 MB model sent whole, 2 devices",
@@ -159,7 +160,8 @@ QUOTES = (
         "real time to simulate an epoch of 5 iterations, timing-only: 100 devices, 10,000 devices",
         "scale",
         ("100 devices, one epoch of 5 iterations, timing-only", "10,000 devices, the same"),
-        unit=" s",
+        "{:.1f}",
+        " s",
         in_readme=True,
     ),
 )
