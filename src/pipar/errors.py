@@ -108,8 +108,12 @@ class CredentialError(LinkError):
     """One side refuses the other's credentials, or what answers at the server's address is not a pipar server.
 
     It ends a device that has never been admitted. A device that has been admitted keeps trying: anyone may answer at
-    an address for a while.
+    an address for a while. `device` is whose credential it is, if that is proved.
     """
+
+    def __init__(self, message: str = "", device: str = "") -> None:
+        super().__init__(message)
+        self.device = device
 
 
 class DeviceRefusedError(CredentialError):

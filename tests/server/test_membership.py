@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 
@@ -369,6 +370,32 @@ def test_a_device_that_stays_away_for_too_long_joins_again_for_the_next_round() 
         assert [event.device for event in outcome.of(Joined)].count("b") == 2
         assert outcome.lives == [None, None]
         assert outcome.left_running == 0
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_revoked_device_is_lost_at_once_and_no_round_waits_for_it(is_away: bool) -> None:
+    async def revoke(world: World) -> None:
+        server = world.server
+        while [one.round.epoch for one in server.sessions] != [1, 1]:
+            await asyncio.sleep(0.01)
+        if is_away:
+            server.sessions[1].channel.lose(LinkError("its link is gone"))
+            await asyncio.sleep(1.0)
+        for name in ("b", "b", "nobody"):
+            server.revoke(name)
+        assert [one.device for one in server.sessions] == ["a"]
+
+    async def wait(channel: Channel) -> None:
+        channel.post(hello("b"))
+        with suppress(LinkError, TrainingError):
+            await until(channel, Kind.STOP)
+
+    outcome = train([honest("a", 20), scripted(wait, "b"), ("revoker", revoke)], resume_window_s=1000.0, begin_with=2)
+    assert outcome.failure is None
+    assert [(event.device, event.reason) for event in outcome.of(Lost)] == [("b", "its credential was revoked")]
+    assert len(outcome.of(Away)) == is_away
+    assert dropped(outcome) == [("b", 1)]
+    assert outcome.counted == [{"a": 20}]
 
 
 def test_until_the_deadline_of_a_round_a_device_may_resume_after_the_window() -> None:

@@ -72,3 +72,13 @@ def test_connections_that_are_refused_before_they_say_who_they_are_are_reported_
     outcome = train([("nobody", knock), honest("a")], devices=("a",))
     refused = [(event.device, event.reason) for event in outcome.of(Refused)]
     assert refused == [(f"a device at {host}", "The token is not known.") for host in ("10.0.0.9", "[::1]")]
+
+
+def test_a_connection_with_a_revoked_credential_is_reported_by_its_device() -> None:
+    async def knock(world: World) -> None:
+        for port in (5123, 5124):
+            world.server.report_refused(f"ipv4:10.0.0.9:{port}", "This certificate was revoked.", "pi-3")
+
+    outcome = train([("revoked", knock), honest("a")], devices=("a",))
+    refused = [(event.device, event.reason) for event in outcome.of(Refused)]
+    assert refused == [("pi-3", "This certificate was revoked.")]

@@ -37,12 +37,17 @@ class Gatehouse:
     reloaded: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    revoked: list[str] = field(default_factory=list)
     address: str = ""
 
     def __post_init__(self) -> None:
         notices = Notices(reloaded=self.reloaded.append, failed=self.failed.append)
         self.listener = Listener(
-            self._stay, security=self.security, notices=notices, refused=lambda _, why: self.refused.append(why)
+            self._stay,
+            security=self.security,
+            notices=notices,
+            refused=lambda _, why, device: self.refused.append(f"{device}: {why}" if device else why),
+            revoked=self.revoked.append,
         )
 
     async def _stay(self, transport: Transport, peer: str | None) -> None:
@@ -144,7 +149,23 @@ def test_a_revoked_device_is_disconnected_and_the_others_stay(folder: Folder) ->
 
     gate = at_the_gate(folder.by_certificate, visit)
     assert gate.reloaded == [f"{folder.path / 'denied.json'} was read again: added pi-1."]
-    assert "pi-1: This certificate was revoked." in gate.refused
+    assert set(gate.refused) == {"pi-1: This certificate was revoked."}  # at once, and when it connects again
+    assert len(gate.refused) >= 2
+    assert gate.revoked == ["pi-1"]
+
+
+def test_a_device_that_is_away_when_it_is_revoked_loses_its_place(folder: Folder) -> None:
+    async def visit(gate: Gatehouse) -> None:
+        one, _ = [await connect(gate.address, security=folder.device(name)) for name in ("pi-1", "pi-2")]
+        await gate.until(lambda: len(gate.here) == 2)
+        await one.close()
+        await gate.until(lambda: gate.here == ["pi-2"])
+        certs("revoke", "pi-1", "--folder", str(folder.path))
+        gate.listener.refresh()
+        gate.listener.refresh()
+
+    gate = at_the_gate(folder.by_certificate, visit)
+    assert (gate.revoked, gate.refused) == (["pi-1"], [])
 
 
 def test_a_replaced_token_leaves_its_device_connected_and_a_removed_one_does_not(folder: Folder) -> None:

@@ -52,7 +52,7 @@ class House:
         self.heard: list[Message] = []
         self.address = ""
         self.listener = Listener(
-            self._accept, security=security, refused=lambda _, why: self.refused.append(why), **options
+            self._accept, security=security, refused=lambda _, why, __: self.refused.append(why), **options
         )
 
     async def _accept(self, transport: Transport, peer: str | None) -> None:

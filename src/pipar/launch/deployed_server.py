@@ -376,6 +376,7 @@ class _ServerProgram:
             security=self._options.security,
             keepalive=Keepalive.of(self._run.job.config.server.keepalive),
             refused=server.report_refused,
+            revoked=server.revoke,
             notices=Notices(
                 reloaded=lambda what: self._observe(Reloaded(what)),
                 failed=lambda why: self._observe(ReloadFailed(why)),

@@ -73,7 +73,8 @@ _RECORDED = (
 _OWN_WORDS = re.compile(
     "it missed the deadline of # s|it has not finished after # s, much longer than expected|it has left|"
     "its link was lost for more than # s|it was started again, or another device uses its name|"
-    "it has not acknowledged the messages of several rounds|it broke the protocol|it ended its session".replace(
+    "it has not acknowledged the messages of several rounds|it broke the protocol|it ended its session|"
+    "its credential was revoked|This certificate was revoked|Its token was revoked".replace(
         "#", r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
     )
 )

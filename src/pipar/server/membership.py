@@ -105,8 +105,19 @@ class Membership:
             self._refusals.report(device, str(error), again=again)
         await _send_refusal(transport, error, again=again)
 
-    def report_refused(self, origin: str, reason: str) -> None:
-        """Report a refused connection by gRPC's name of its origin: "ipv4:10.0.0.9:5123", "ipv6:%5B::1%5D:5123"."""
+    def revoke(self, device: str) -> None:
+        """End the session of a device whose credential was revoked: no round waits for it any longer."""
+        if device in self.sessions:
+            self.end(self.sessions[device], LinkError("its credential was revoked"))
+
+    def report_refused(self, origin: str, reason: str, device: str = "") -> None:
+        """Report a refused connection by its device, as the credential proves, or by gRPC's name of its origin.
+
+        Such names are "ipv4:10.0.0.9:5123" and "ipv6:%5B::1%5D:5123".
+        """
+        if device:
+            self._refusals.report(device, reason, again=False)
+            return
         host = unquote(origin).partition(":")[2].rpartition(":")[0]  # each attempt has another port
         self._refusals.report(f"a device at {host or origin}", reason, again=False)
 

@@ -245,9 +245,13 @@ class Server:
         """Let a device join or resume, one call for each connection; `peer` is the name in its credential."""
         await self._membership.admit(transport, peer)
 
-    def report_refused(self, origin: str, reason: str) -> None:
-        """Report a connection that never reached `admit`, such as one without a credential, by where it came from."""
-        self._membership.report_refused(origin, reason)
+    def report_refused(self, origin: str, reason: str, device: str = "") -> None:
+        """Report a connection that never reached `admit`, by the device of its credential or where it came from."""
+        self._membership.report_refused(origin, reason, device)
+
+    def revoke(self, device: str) -> None:
+        """End the session of a device whose credential was revoked, at once: it may not resume."""
+        self._membership.revoke(device)
 
     @property
     def sessions(self) -> Sequence[Session]:

@@ -100,7 +100,7 @@ class Authenticator:
         if self._denied is not None:
             serial = serial_of(x509.load_pem_x509_certificate(shown[0]))
             if any(serial in serials for serials in self._denied.content().values() if isinstance(serials, list)):
-                raise CredentialError("This certificate was revoked.")
+                raise CredentialError("This certificate was revoked.", device=names[0])
         try:
             return check_device_name(names[0])
         except InputError:

@@ -28,8 +28,10 @@ _ENDING_S = 30.0
 
 #: Takes a device's stream and the name in its credential (None if no credential is needed).
 Accept = Callable[[Transport, str | None], Awaitable[None]]
-#: Called for a refused connection with its origin and the reason.
-Refused = Callable[[str, str], None]
+#: Called for a refused connection with its origin, the reason and the device, "" if its credential does not prove one.
+Refused = Callable[[str, str, str], None]
+#: Called with the name of a device whose credential was revoked, before its connection ends.
+Revoked = Callable[[str], None]
 
 
 class Listener:
@@ -48,6 +50,7 @@ class Listener:
         limits: Limits | None = None,
         keepalive: Keepalive | None = None,
         refused: Refused | None = None,
+        revoked: Revoked | None = None,
         notices: Notices | None = None,
     ) -> None:
         from pipar.transport.health import Health  # imports protobuf, which devices do not need
@@ -56,11 +59,14 @@ class Listener:
         self._security = security or ServerSecurity()
         self._limits = _within_open_files(limits or Limits())
         self._refused = refused
+        self._revoked = revoked
         self._notices = notices or Notices()
         self._authenticator = Authenticator(self._security, self._notices)
         self._material: FreshMaterial | None = None
         self._streams: dict[Stream, str | None] = {}  # and the name in its credential
         self._contexts: dict[Stream, Any] = {}
+        # What TLS knows of the latest connection of each device, which may be away; no more than there are credentials.
+        self._known: dict[str, Any] = {}
         self._calls: dict[asyncio.Task[None], asyncio.Task[None]] = {}  # gRPC's task of each stream, and our session
         # For new streams, by name; there are no more names than credentials.
         self._allowances: dict[str | None, TokenBucket] = {}
@@ -119,17 +125,21 @@ class Listener:
         return [(path, pem) for path, pem in given if path is not None and pem is not None]
 
     def refresh(self) -> None:
-        """Read files of credentials that have changed, and end the streams of devices that were revoked."""
+        """Read files of credentials that have changed, and end streams and places of devices that were revoked."""
         if self._material is not None:
             self._material.refresh()
         if not self._authenticator.refresh():
             return
+        for device in [name for name, auth in self._known.items() if self._authenticator.why_revoked(name, auth)]:
+            del self._known[device]
+            if self._revoked is not None:
+                self._revoked(device)  # first: the place of a device whose stream ends would be kept for a while
         for stream, peer in list(self._streams.items()):
             context = self._contexts[stream]
             why = None if peer is None else self._authenticator.why_revoked(peer, context.auth_context())
-            if why is not None:
+            if why is not None and peer is not None:
                 if self._refused is not None:
-                    self._refused(context.peer(), f"{peer}: {why}")
+                    self._refused(context.peer(), why, peer)
                 stream.end()
 
     async def stop(self) -> None:
@@ -150,7 +160,7 @@ class Listener:
         try:
             peer = self._authenticator.name_of(context.auth_context(), context.invocation_metadata() or ())
         except CredentialError as why:
-            await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(why))
+            await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(why), why.device)
             return
         except LinkError as why:
             await self._refuse(context, grpc.StatusCode.UNAVAILABLE, str(why))
@@ -163,6 +173,8 @@ class Listener:
     async def _serve(self, context: Any, peer: str | None) -> None:
         stream = Stream(context, self._limits, self._limits.first_frame_s)
         self._streams[stream], self._contexts[stream] = peer, context
+        if peer is not None:
+            self._known[peer] = context.auth_context()
         session = asyncio.ensure_future(self._admit(context, stream, peer))
         call = asyncio.current_task()
         assert call is not None
@@ -200,9 +212,9 @@ class Listener:
             self._allowances[peer] = TokenBucket(self._limits.open_streams if peer is None else self._limits.streams)
         return self._allowances[peer]
 
-    async def _refuse(self, context: Any, code: grpc.StatusCode, why: str) -> None:
+    async def _refuse(self, context: Any, code: grpc.StatusCode, why: str, device: str = "") -> None:
         if self._refused is not None:
-            self._refused(context.peer(), why)
+            self._refused(context.peer(), why, device)
         await self._hold_back()
         await context.abort(code, why)
 
