@@ -27,7 +27,7 @@ from pipar.profiling.cache import usable_cores
 from pipar.profiling.memory import training_bytes
 from pipar.profiling.operation_counts import LayerCount, known_counts
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
-from pipar.settings.config_file import load_config
+from pipar.settings.config_file import config_from, load_config
 
 SMALL = ["--devices", "2", "--set", "data.samples_per_device=20", "--set", "run.batch_size=10"]
 ENTRY = {"device", "split_point", "micro_batches", "window", "encoding", "up", "down"}
@@ -446,3 +446,20 @@ def test_the_training_keeps_the_limit_of_the_plan(board: Path, tmp_path: Path) -
     fl = limited.config.model_copy(update={"run": limited.config.run.model_copy(update={"method": "fl"})})
     assert started_event(replace(limited, config=fl), tmp_path).leakage == ""
     assert started_event(free, tmp_path).leakage == ""
+
+
+def test_a_network_of_ones_own_is_planned_without_the_files_of_a_named_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPAR_DATA", str(tmp_path / "empty"))
+    monkeypatch.chdir(tmp_path)
+    layers = "nn.Conv2d(1, 4, 5), nn.Flatten(), nn.Linear(4 * 24 * 24, 10)"
+    (tmp_path / "own_net_of_a_plan.py").write_text(
+        f"from torch import nn\ndef net():\n    return nn.Sequential({layers})\n"
+    )
+    tree = {"data": {"name": "mnist", "samples_per_device": 30}, "model": {"factory": "own_net_of_a_plan:net"}}
+    machines = {"server": {"profile": "i7-11850h"}, "devices": [{"profile": "raspberry-pi-3b", "count": 2}]}
+    explained = explain(job_to_plan(config_from({**tree, **machines})), rehearse)
+    assert explained.job.sizes == {"device-1": 30, "device-2": 30}
+    assert explained.job.layers == 3
+    assert explained.job.dataset == "mnist"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,6 +28,7 @@ from pipar.job.workload import Workload
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import with_method
 from pipar.profiling.machines import MACHINES
+from pipar.profiling.measurement_task import Measurement
 from pipar.profiling.profile import Profile
 from pipar.settings.config import Config, RunSection
 from pipar.settings.config_file import config_from, load_config, with_settings
@@ -382,9 +382,9 @@ def test_a_measurement_reports_whether_it_is_at_the_layers_or_after_them(monkeyp
     workload = Workload(load_config(None, ["run.batch_size=8", "data.name=synthetic", "data.samples_per_device=8"]))
     model, seen = workload.build_model(), list[Event]()
 
-    def measure(*_: object, progress: Callable[[float], None], **__: object) -> Profile:
+    def measure(wanted: Measurement) -> Profile:
         for share in (0.5, 0.9, 1.0):
-            progress(share)
+            wanted.progress(share)
         return hand_made_profile(model, (3, 32, 32), "float32")
 
     monkeypatch.setattr("pipar.profiling.measure.measure_profile", measure)

@@ -63,22 +63,30 @@ def prepare_timing_only(config: Config, rehearse: Rehearse, observe: Observer = 
     return None if job is None else with_plans(job, rehearse, observe)
 
 
-def unplanned_job(workload: Workload, observe: Observer = ignore) -> Job:
-    """Return the job of a workload before its plans are chosen."""
+def unplanned_job(workload: Workload, observe: Observer = ignore, *, needs_data: bool = True) -> Job:
+    """Return the job of a workload before its plans are chosen.
+
+    A plan does not need the files of a named dataset: without `needs_data`, its samples are counted as published.
+    """
     # Import torch, which a timing-only run does without.
     from pipar.aggregation.named_aggregators import make_aggregator
     from pipar.networks.models import counts_forwards, uses_batch_statistics, uses_dropout
     from pipar.nn.adapters import uses_adapters
 
     workload.observe = observe
+    counts_data = needs_data or not workload.samples.has_catalog_form
     workload.samples.check_samples()
     model = workload.checked_model()
     check_given_plans(workload.config, device_specs(workload.config), len(model), workload.model_name)
-    sizes, batch_statistics = workload.samples.sizes(), uses_batch_statistics(model)
+    if counts_data:
+        sizes, evaluation_sizes = workload.samples.sizes(), workload.samples.evaluation_sizes()
+        _check_validation_set(workload)
+    else:
+        counted = _counted(workload.config, dataset_info(workload.config.data.name))
+        sizes, evaluation_sizes = _without_held_out(workload.config, counted)
+    batch_statistics = uses_batch_statistics(model)
     _check_sizes(workload.config, sizes, batch_statistics=batch_statistics)
-    evaluation_sizes = workload.samples.evaluation_sizes()
     _check_evaluation(workload.config, evaluation_sizes)
-    _check_validation_set(workload)
     workload.optimizer().check(model)
     # Only to check it: building a user's own aggregator may raise.
     make_aggregator(workload.config.server.aggregator, workload.config.server.aggregation)
@@ -307,7 +315,9 @@ def job_to_plan(config: Config, observe: Observer = ignore) -> Job:
     job = unplanned_timing_only_job(config, observe)
     if job is None:
         observe(Preparing(LOADING, 0.0))
-        from pipar.job.workload import Workload  # it imports torch
+        from pipar.job.user_objects import UserObjects  # it imports torch
+        from pipar.job.workload import Workload
 
-        job = unplanned_job(Workload(config), observe)
+        workload = Workload(config, UserObjects().with_catalog_form(config))
+        job = unplanned_job(workload, observe, needs_data=False)
     return job

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipar.cutting.cut_points import CutList
-from pipar.errors import ConfigError
+from pipar.errors import ConfigError, DataError
 from pipar.events import MeasuredBusy, Observer, Preparing, ignore
 from pipar.profiling.cache import find_profile, keep_profile
 from pipar.profiling.comparison import check_network
@@ -38,6 +38,7 @@ from pipar.settings.training_sections import OptimizerSection, TaskSection
 if TYPE_CHECKING:
     from torch import nn
 
+    from pipar.data.shard import Shard
     from pipar.job.workload import Workload
 
 MEASURE_AGAIN = (
@@ -260,9 +261,21 @@ def measured_profile(
 
 def _loader(workload: Workload) -> Callable[[int], tuple[Any, Any]]:
     """Return a function that loads a number of samples of the first device, some of them repeatedly if it has fewer."""
-    shard = workload.samples.shard(workload.names[0])
+    shard = _first_shard(workload)
     positions = shard.order(1)
     return lambda count: shard.batch(1, positions[:count].repeat(-(-count // len(positions)))[:count])
+
+
+def _first_shard(workload: Workload) -> Shard:
+    """Return the samples of the first device; for a plan without the files of a dataset, synthetic ones of its form."""
+    samples = workload.samples
+    try:
+        return samples.shard(workload.names[0])
+    except DataError:
+        if not samples.has_catalog_form:
+            raise
+    synthetic = _workload_of_shape(workload.config, samples.input_shape, samples.classes)
+    return synthetic.samples.shard(synthetic.names[0])
 
 
 def _measuring(share: float) -> str:

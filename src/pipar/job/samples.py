@@ -65,6 +65,11 @@ class Samples:
     def _has_own_sets(self) -> bool:
         return self._own.training is not None or self._config.data.factory is not None
 
+    @property
+    def has_catalog_form(self) -> bool:
+        """True if the form of a named dataset is known without its files."""
+        return not self._has_own_sets and self._own.form is not None
+
     @cached_property
     def _dataset(self) -> Dataset:
         data = self._config.data

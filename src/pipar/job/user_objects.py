@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pipar.data.catalog import dataset_info
 from pipar.data.images import Images
 from pipar.data.own_samples import dataset_images
 from pipar.data.own_sets import is_list_of_datasets
@@ -68,6 +69,14 @@ class UserObjects:
             metrics={name: checked_function(one, f"The metric {name!r}") for name, one in (metrics or {}).items()},
             optimizer=None if optimizer is None else checked_function(optimizer, "optimizer", OF_PARAMETERS),
         )
+
+    def with_catalog_form(self, config: Config) -> UserObjects:
+        """Return the objects with what the catalogue says of a named dataset, whose files are then not needed."""
+        if self.training is not None or config.data.factory is not None:
+            return self
+        info = dataset_info(config.data.name)
+        form = InputForm.given(config.data.shape or info.shape)
+        return replace(self, form=form, classes=config.data.classes or info.classes)
 
     def only(self, device: str) -> UserObjects:
         """Return the part that one device needs."""

@@ -68,7 +68,8 @@ def _job(config: Config, own: tuple[Any, ...], observe: Observer) -> Job:
     from pipar.job.user_objects import UserObjects  # imports torch
     from pipar.job.workload import Workload  # imports torch
 
-    return unplanned_job(Workload(config, UserObjects.of(config, *own)), observe)
+    objects = UserObjects.of(config, *own).with_catalog_form(config)
+    return unplanned_job(Workload(config, objects), observe, needs_data=False)
 
 
 @dataclass(frozen=True, repr=False)
