@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipar.errors import ConfigError
-from pipar.units import format_bytes, format_percent, format_rate, parse_duration, parse_rate, parse_size
+from pipar.units import (
+    format_bytes,
+    format_mbits,
+    format_percent,
+    format_rate,
+    format_seconds,
+    parse_duration,
+    parse_rate,
+    parse_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -92,3 +101,13 @@ def test_a_half_of_the_last_digit_of_a_percentage_is_rounded_up(share: float, di
 
 def test_a_share_that_is_not_finite_is_printed_unchanged() -> None:
     assert format_percent(float("nan")) == "nan"
+
+
+def test_seconds_and_rates_in_messages_are_rounded_and_have_no_exponent() -> None:
+    assert format_seconds(25.1163) == "25.1 s"
+    assert (format_seconds(0.04567, 2), format_seconds(12345.6), format_seconds(2.0)) == ("0.046 s", "12300 s", "2 s")
+    assert (format_mbits(300e6, 2), format_mbits(3.04e11, 2), format_mbits(49999999.99999931)) == (
+        "300",
+        "300000",
+        "50",
+    )

@@ -84,6 +84,10 @@ class NoBudgetLeftError(ProtocolError):
         self.multiplier = multiplier
 
 
+class OtherNetworkError(ProtocolError):
+    """The configurations of server and device describe different networks."""
+
+
 class UnusableProfileError(ProtocolError):
     """A device sent a profile that cannot be used for planning."""
 

@@ -57,12 +57,17 @@ def format_mbits(bits_per_second: float | None, digits: int = 6) -> str:
     """Return a rate in Mbit/s without the unit, rounded to this number of digits; None means no limit."""
     if bits_per_second is None:
         return "unlimited"
-    return f"{rounded(bits_per_second / 1e6, digits):g}"  # g alone would write 1234 in three digits as 1.23e+03
+    return f"{rounded(bits_per_second / 1e6, digits):.10g}"  # g alone would write 1234 in three digits as 1.23e+03
 
 
 def rounded(value: float, digits: int) -> float:
     """Return a number rounded to this number of significant digits."""
     return float(f"{value:.{digits}g}")
+
+
+def format_seconds(seconds: float, digits: int = 3) -> str:
+    """Return seconds as messages have them, rounded to this number of digits: "25.1 s"."""
+    return f"{rounded(seconds, digits):.10g} s"
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -157,7 +157,10 @@ COMMANDS = [
     ("run a.toml b.toml", "unexpected extra argument"),
     ("run --epochs", "--epochs"),
     ("leakage --split-points one", "--split-points one is not a list of layers: write numbers, as in 1,2."),
-    ("leakage --split-points 1,9", "split point 9 is outside 1..5: vgg5 has 5 layers."),
+    (
+        "leakage --split-points 1,9",
+        "split point 9 is outside 1..4: vgg5 has 5 layers, and after the last one",
+    ),
     ("leakage --attacks large", "--attacks names 'large', which is not an attack: there are small, long, decoder."),
     ("leakage --model vgg6", "--model vgg6 is neither a network nor a file: the networks are vgg5,"),
     ("leakage --model torn.toml", "torn.toml is not a safetensors file: give the model.safetensors of a run."),

@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from pipar.errors import AddressInUseError, ConfigError, PlanError
+from pipar.cli import main
+from pipar.errors import (
+    AddressInUseError,
+    ConfigError,
+    CredentialError,
+    DeviceRefusedError,
+    OtherNetworkError,
+    PiparError,
+    PlanError,
+)
 from pipar.events import ignore
 from pipar.job.job import Job
 from pipar.job.plans import make_plans
@@ -214,3 +223,30 @@ def test_a_server_says_that_a_deployment_cannot_train_on_tokens() -> None:
         server_workload(config_from({**tree, "task": {"loss": "next_token"}}))
     with pytest.raises(ConfigError, match=r"also give data\.shape and data\.classes\. A deployment takes only samples"):
         server_workload(config_from(tree))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "code"),
+    [
+        ((), CredentialError("The server at 127.0.0.1:1 uses TLS: give --certs."), 2),
+        ((), OtherNetworkError("The network of the device is another."), 2),
+        (("--certs", "certs"), OtherNetworkError("The network of the device is another."), 2),
+        (("--certs", "certs"), DeviceRefusedError("This certificate was revoked."), 2),
+        (("--certs", "certs"), CredentialError("The server's certificate is another's."), 1),
+        (("--insecure",), OtherNetworkError("Anyone may say so."), 1),
+        (("--insecure",), CredentialError("Anyone may say so."), 1),
+    ],
+)
+def test_a_device_ends_with_2_where_its_own_options_or_configuration_are_wrong(
+    options: tuple[str, ...], error: PiparError, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def take_part(*_: object) -> int:
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "certs").mkdir()
+    monkeypatch.setattr(deployed_device, "take_part", take_part)
+    monkeypatch.setattr("pipar.transport.tls.check_device", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["device", "--server", "127.0.0.1:1", "--name", "pi-1", *options])
+    assert ended.value.code == code

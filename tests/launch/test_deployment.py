@@ -187,7 +187,7 @@ def test_signals_save_the_training_and_it_continues_when_all_are_back(here: Plac
     expected = recomputed(tree, saved)
     assert largest_error({name: final_model(here)[name] for name in expected}, expected) < EXACT
     here.let_go("pi-2")
-    second.says(f"the server at {address} is stopping; attempt 1 in")
+    second.says(f"the server at {address} is stopping; attempt 1")
 
     here.hold("pi-2")
     server = here.server("--resume", listen=address)

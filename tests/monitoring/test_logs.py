@@ -200,12 +200,16 @@ SAID: list[tuple[Event, str]] = [
         "still no connection to server:50051; attempt 2 in 0.5 s",
     ),
     (
+        Reconnecting("server:50051", 1, 0.01, "connection refused"),
+        "warning: no connection to server:50051 (connection refused); attempt 1 at once",
+    ),
+    (
         Reconnecting("server:50051", 3, 2.0, "too many connect"),
-        "no connection to server:50051 (too many connect); attempt 3 in 2.0 s",
+        "no connection to server:50051 (too many connect); attempt 3 in 2 s",
     ),
     (
         Reconnecting("server:50051", 1, 0.25, "The server stops for now.", is_on_purpose=True),
-        "the server at server:50051 is stopping; attempt 1 in 0.2 s",
+        "the server at server:50051 is stopping; attempt 1 in 0.25 s",
     ),
     (
         TrackerFailed("mlflow", "OSError: no space left"),

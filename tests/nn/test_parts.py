@@ -238,13 +238,15 @@ def test_activations_that_the_layers_do_not_take_are_refused(shape: tuple[int, .
     server.forward(server.decode(activation_of((2, 12)), "raw"))  # the replica still works
 
 
-def test_activations_that_are_not_finite_are_refused_with_their_name() -> None:
+@pytest.mark.parametrize(("epoch", "cause"), [(1, "its samples .* or the first weights"), (2, "has diverged")])
+def test_activations_that_are_not_finite_are_refused_with_the_likely_cause(epoch: int, cause: str) -> None:
     _, server = parts(network(), 3)
     values = torch.zeros(2, 12, dtype=torch.float64)
     values[1, 3] = float("nan")
     piece = MicroBatch(values, torch.zeros(2, dtype=torch.int64), 2)
-    with pytest.raises(ProtocolError, match=r"^ACTIVATION\(epoch 1, iteration 1, micro-batch 4\) has values that are"):
-        server.decode(message(tensor_body(values, label_bytes(piece.targets)), 4, piece), "raw")
+    said = replace(message(tensor_body(values, label_bytes(piece.targets)), 4, piece), epoch=epoch)
+    with pytest.raises(ProtocolError, match=rf"^What the device has .* batch 1 of round {epoch} has values .* {cause}"):
+        server.decode(said, "raw")
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 3, 3), (2, 3, 1, 4), (2, 12), (2, 6, 2, 2)], ids=str)

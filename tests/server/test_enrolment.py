@@ -15,7 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipar.errors import InputError, PlanError, ProtocolError, TryAgainError, UnusableProfileError
+from pipar.device.program import _fault
+from pipar.errors import (
+    InputError,
+    OtherNetworkError,
+    PlanError,
+    ProtocolError,
+    TrainingError,
+    TryAgainError,
+    UnusableProfileError,
+)
 from pipar.job.job import Job
 from pipar.job.plans import make_plans
 from pipar.launch.rehearsal import rehearse
@@ -23,6 +32,7 @@ from pipar.methods import Plan
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.server.device_messages import Introduction, read_profile
 from pipar.server.enrolment import OpenEnrolment
+from pipar.server.session import fault
 from pipar.settings.config import DeviceSpec
 from pipar.settings.config_file import config_from
 from pipar.settings.links import Link
@@ -277,3 +287,16 @@ def test_a_device_with_more_samples_than_allowed_is_refused_with_the_key_to_chan
     enrolment.check(Introduction("a", 50_000, WHOLE))
     with pytest.raises(ProtocolError, match=r"'a' reports 50001 samples; .* at most 50000 .* server.max_samples"):
         enrolment.check(Introduction("a", 50_001, WHOLE))
+
+
+def test_a_device_with_another_network_learns_that_its_configuration_is_wrong_and_not_its_profile() -> None:
+    other = replace(WHOLE, model="other:Wide", layers=WHOLE.layers[:2])
+    with pytest.raises(OtherNetworkError) as refused:
+        read_profile(json.loads(other.to_json()), WHOLE)
+    assert str(refused.value) == (
+        f"The network of the device is other:Wide with 2 layers, but {WHOLE.model} has {len(WHOLE.layers)}: give "
+        "[model] and [data] of its configuration the same network and samples as in that of the server."
+    )
+    told = fault(refused.value)
+    assert isinstance(_fault(told, "refused this device"), OtherNetworkError)
+    assert isinstance(_fault(fault("no"), "refused this device"), TrainingError)

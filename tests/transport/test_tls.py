@@ -193,7 +193,10 @@ REFUSALS: dict[str, Refusal] = {
         ),
         "The token and the certificate belong to different devices",
     ),
-    "no TLS where there is": (lambda a, _: (a.by_token, None), "uses TLS: give the device the file of its authority"),
+    "no TLS where there is": (
+        lambda a, _: (a.by_token, None),
+        "uses TLS: give the device the folder with ca.pem and its credential, --certs",
+    ),
     "no TLS where certificates are wanted": (lambda a, _: (a.by_certificate, None), "uses TLS: give the device"),
     "TLS where there is none": (lambda a, _: (PLAIN, a.device()), "does not use TLS, but the device does"),
 }

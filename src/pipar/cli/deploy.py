@@ -27,7 +27,16 @@ from pipar.cli.options import (
     load,
     options,
 )
-from pipar.errors import AddressInUseError, ConfigError, DeviceRefusedError, InputError, LinkError, PiparError
+from pipar.errors import (
+    AddressInUseError,
+    ConfigError,
+    CredentialError,
+    DeviceRefusedError,
+    InputError,
+    LinkError,
+    OtherNetworkError,
+    PiparError,
+)
 from pipar.events import Failed, Observer, Starting, Stopping, tell_all
 from pipar.monitoring.logs import LOGGER
 from pipar.settings.wording import training_text
@@ -186,6 +195,11 @@ def device(
             return take_part(loaded, asked, observe)
         except DeviceRefusedError as error:
             raise InputError(str(error)) from None  # another attempt would fail too
+        except (OtherNetworkError, CredentialError) as error:
+            # A verified server, or one on this machine, has another network; without TLS, the device lacks its options.
+            if insecure or (isinstance(error, CredentialError) and security.ca is not None):
+                raise
+            raise InputError(str(error)) from None
 
 
 def _check_folder(certs: Path, otherwise: str) -> None:

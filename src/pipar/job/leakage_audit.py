@@ -82,8 +82,8 @@ def checked_cuts(split_points: Sequence[int] | None, layers: int, model: str) ->
     wrong = [p for p in split_points or () if not 1 <= p <= layers]
     if wrong:
         raise PlanError(
-            f"split point {wrong[0]} is outside 1..{layers}: {model} has {layers} layers. Give split points from 1 to "
-            f"{layers - 1}."
+            f"split point {wrong[0]} is outside 1..{layers - 1}: {model} has {layers} layers, and after the last one "
+            "no activations leave the device."
         )
     cuts = [p for p in sorted(set(split_points or range(1, layers))) if p < layers]
     if not cuts:

@@ -58,8 +58,10 @@ from pipar.events import (
 )
 from pipar.methods import Plan
 from pipar.settings.wording import equivalence, equivalence_text
-from pipar.units import format_bytes, format_percent
+from pipar.units import format_bytes, format_percent, format_seconds
 
+#: A shorter wait is not worth a number.
+_AT_ONCE_S = 0.05
 #: Devices whose spent epsilon is listed in the line of a round, if they differ.
 _MOST_EPSILONS = 8
 #: Devices whose names are listed in a line.
@@ -108,7 +110,7 @@ class EventDescriber:
                 drawn, present = len(event.devices), _count(event.present, "device")
                 return f"round {event.epoch}: {drawn} of {present} drawn ({names}); the others are idle"
             case RoundRestarted():
-                deadline = "" if event.deadline_s is None else f" with a deadline of {event.deadline_s:g} s"
+                deadline = "" if event.deadline_s is None else f" with a deadline of {format_seconds(event.deadline_s)}"
                 return f"round {event.epoch} restarts{deadline}: no device finished it, and the model is unchanged"
             case BudgetSpent() | EndedByCallback():
                 return event.reason
@@ -136,7 +138,8 @@ class EventDescriber:
 
     def _reconnecting(self, event: Reconnecting) -> str:
         """Return when the next attempt is made, and why there is no connection if that was not logged before."""
-        when = f"attempt {event.attempt} in {event.wait_s:.1f} s"
+        soon = "at once" if event.wait_s < _AT_ONCE_S else f"in {format_seconds(event.wait_s, 2)}"
+        when = f"attempt {event.attempt} {soon}"
         if event.is_on_purpose:
             return f"the server at {event.address} is stopping; {when}"
         if event.attempt > 1 and event.reason == self._last_reason:
@@ -173,7 +176,7 @@ def _about_devices(event: Event) -> str:
         case TimeoutsChosen():
             return _timeouts(event)
         case Away():
-            return f"{event.device} lost its connection and has {event.seconds_allowed:.3g} s to reconnect"
+            return f"{event.device} lost its connection and has {format_seconds(event.seconds_allowed)} to reconnect"
         case Back():
             return f"{event.device} reconnected after {event.away_s:.1f} s"
         case Silent():
@@ -246,7 +249,7 @@ def _timeouts(event: TimeoutsChosen) -> str:
         ("a broken connection may be resumed for", event.resume_s),
         ("a device that does not finish is excluded after", event.limit_s),
     )
-    words = [f"{what} {seconds:.3g} s" for what, seconds in chosen if seconds is not None]
+    words = [f"{what} {format_seconds(seconds)}" for what, seconds in chosen if seconds is not None]
     return f"timeouts ({event.reason}): {', '.join(words) or 'none'}"
 
 

@@ -17,6 +17,7 @@ from pipar.tasks.losses import Targets
 from pipar.tasks.task import COUNT_ROUNDING, Task
 from pipar.tensors import crossing
 from pipar.tensors.bodies import (
+    DIVERGED,
     Generators,
     check_range,
     not_zero,
@@ -33,6 +34,12 @@ from pipar.wire.messages import (
     Body,
     Message,
     tensor_bytes,
+)
+
+#: In the first round, little has been trained that could have diverged.
+_EARLY = (
+    "In the first round, its samples (check them for missing values) or the first weights are likelier causes than a "
+    "training that has diverged, for which a smaller optimizer.learning_rate may help."
 )
 
 
@@ -87,7 +94,8 @@ class TorchServerPart(Part):
         if self._takes not in (None, _outline(activation)):
             raise ProtocolError(f"{message} has a different shape or dtype than the activations before it.")
         given = (one if one.requires_grad or not several else unmasked(one) for one in tensors_at(activation))
-        check_range(given, str(message))
+        what = f"What the device has computed from batch {message.iteration} of round {message.epoch}"
+        check_range(given, what, DIVERGED if message.epoch > 1 else _EARLY)
         targets, count = self._task.read(message)
         return Decoded(activation, targets, message.batch_samples, count)
 

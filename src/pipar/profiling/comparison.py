@@ -39,13 +39,13 @@ def check_network(profile: Profile, network: NetworkSizes, source: str) -> Profi
 
     `source` is where the profile comes from.
     """
-    problem = _difference(profile, network)
+    problem = network_difference(profile, network)
     if problem:
         raise ConfigError(f"The profile {source} is of {profile.model} {problem}: write another with 'pipar profile'.")
     return profile
 
 
-def _difference(profile: Profile, network: NetworkSizes) -> str | None:
+def network_difference(profile: Profile, network: NetworkSizes) -> str | None:
     """Return how a profile's network differs from the given one; None if it does not."""
     here, all_layers = len(profile.layers), len(network.names)
     if profile.network_layers != all_layers:

@@ -9,6 +9,7 @@ from pipar.server.membership import Membership
 from pipar.server.patience import Patience
 from pipar.server.replicas import Replicas
 from pipar.server.session import Session
+from pipar.units import format_seconds
 
 #: A device that is slow, but holds up no other one, is looked at again after this time.
 _AGAIN_S = 1.0
@@ -40,7 +41,7 @@ class FixedDeadline:
 
     def late(self, waiting: Collection[Session], *, any_finished: bool) -> dict[Session, str]:
         assert self.seconds is not None
-        reason = f"it missed the deadline of {self.seconds:g} s"
+        reason = f"it missed the deadline of {format_seconds(self.seconds)}"
         is_too_late = self._replicas.is_too_late
         return {session: reason for session in waiting if is_too_late(session, any_finished=any_finished)}
 
@@ -76,7 +77,9 @@ class LearnedDeadline:
     def late(self, waiting: Collection[Session], *, any_finished: bool) -> dict[Session, str]:
         patience, is_too_late = self._patience, self._replicas.is_too_late
         late = {
-            session: f"it has not finished after {patience.elapsed_s(session):.3g} s, much longer than expected"
+            session: (
+                f"it has not finished after {format_seconds(patience.elapsed_s(session))}, much longer than expected"
+            )
             for session in waiting
             if self._left_s(session) <= 0 and is_too_late(session, any_finished=any_finished)
         }

@@ -20,6 +20,7 @@ from pipar.server.interfaces import Learner, Training
 from pipar.server.plan_updates import PlanUpdates
 from pipar.server.session import Session
 from pipar.server.timeouts import SLOWEST_BPS
+from pipar.units import format_seconds
 from pipar.wire.messages import Body, Kind, Message
 
 #: How long the server waits for scores, apart from the times that a model needs on a slow link.
@@ -111,7 +112,7 @@ class DeviceEvaluation:
             else:
                 session.evaluation.give_up()
                 self._postpone(session.device, epoch)
-                found = f"it did not answer within {limit_s:.3g} s"
+                found = f"it did not answer within {format_seconds(limit_s)}"
             if isinstance(found, str):
                 missing[session.device] = found
             else:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipar.errors import ConfigError, ProtocolError, peer_text
+from pipar.errors import ConfigError, OtherNetworkError, ProtocolError, peer_text
 from pipar.json_records import is_number, is_whole
 from pipar.privacy.budget import BudgetUse
-from pipar.profiling.comparison import NetworkSizes, check_network
+from pipar.profiling.comparison import NetworkSizes, network_difference
 from pipar.profiling.profile import Profile
 from pipar.transport.rate_estimate import FrameTimes, read_frame_times, read_traffic
 from pipar.transport.shaping import Traffic
@@ -86,10 +86,12 @@ def read_profile(said: Any, network: Profile | None) -> Profile | None:
     except (ConfigError, ArithmeticError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ProtocolError(f"The device's profile cannot be used: {peer_text(error)}") from None
     if network is not None:
-        try:
-            check_network(profile, NetworkSizes.of(network), "that the device brings")
-        except ConfigError as error:
-            raise ProtocolError(peer_text(error)) from None
+        why = network_difference(profile, NetworkSizes.of(network))
+        if why:
+            raise OtherNetworkError(
+                f"The network of the device is {peer_text(f'{profile.model} {why}')}: give [model] and [data] of its "
+                "configuration the same network and samples as in that of the server."
+            )
     return profile
 
 

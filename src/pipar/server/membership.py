@@ -32,6 +32,7 @@ from pipar.server.refusals import RefusalReporter
 from pipar.server.session import Session, fault
 from pipar.transport.channel import Channel
 from pipar.transport.interface import Transport
+from pipar.units import format_seconds
 from pipar.wire.frames import Frame, body_limit, cut_message
 from pipar.wire.messages import Kind, Message, read_json
 from pipar.wire.orders import Orders
@@ -188,7 +189,7 @@ class Membership:
             return
         window_s = max(window_s, self._round_ends_at - self._loop.time())
         self._observe(Away(session.device, window_s))
-        timed_out = LinkError(f"its link was lost for more than {window_s:.6g} s")
+        timed_out = LinkError(f"its link was lost for more than {format_seconds(window_s)}")
         self._away[session] = (self._loop.call_later(window_s, self.end, session, timed_out), self._loop.time())
 
     def _window_s(self, session: Session) -> float:
@@ -198,7 +199,7 @@ class Membership:
 
     def give_up_silent(self, session: Session, silent_s: float) -> None:
         """Nothing has been heard from a device for too long: its connection is lost, and by default so is its place."""
-        reason = LinkError(f"nothing was heard from it for {silent_s:.3g} s")
+        reason = LinkError(f"nothing was heard from it for {format_seconds(silent_s)}")
         if self.patience.chooses_window:  # the window has passed as well: it counts from the last sign of life
             self.patience.fell_silent(session)
             self.end(session, reason)

@@ -22,6 +22,7 @@ from pipar.server.timeouts import (
     silent_after,
 )
 from pipar.transport.shaping import Traffic
+from pipar.units import format_mbits
 from pipar.wire.frames import CHUNK_BYTES
 
 #: Rounds that are remembered.
@@ -303,4 +304,6 @@ def _differs(now: float | None, before: float | None) -> bool:
 
 def _slowest(rate_bps: float | None, known: list[Knowledge]) -> str:
     is_measured = any(one.rounds_s for one in known) and rate_bps not in (None, SLOWEST_BPS)
-    return f", the slowest uplink has {rate_bps / 1e6:.2g} Mbit/s" if is_measured and rate_bps is not None else ""
+    return (
+        f", the slowest uplink has {format_mbits(rate_bps, 2)} Mbit/s" if is_measured and rate_bps is not None else ""
+    )

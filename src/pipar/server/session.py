@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from pipar.errors import LinkError, NoBudgetLeftError, ProtocolError, VersionError
+from pipar.errors import LinkError, NoBudgetLeftError, OtherNetworkError, ProtocolError, VersionError
 from pipar.execution.spans import EpochTrace, Recorder
 from pipar.methods import Plan
 from pipar.planner.replanner import MeasuredLink
@@ -396,4 +396,6 @@ def fault(reason: Exception | str, *, again: bool = False, stops: bool = False) 
         about["pipar"] = package_version()
     if isinstance(reason, NoBudgetLeftError):
         about["noise_multiplier"] = reason.multiplier
+    if isinstance(reason, OtherNetworkError):
+        about["other_network"] = True
     return Message(Kind.FAULT, body=json_body({**about, "stops": True} if stops else about))

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
+from pipar.units import format_seconds
+
 #: The slowest link that is not taken for a dead one, while nothing is known about it.
 SLOWEST_BPS = 100_000.0
 #: A dead device is waited for this many normal rounds, and never for less than the first wait of its reconnection
@@ -108,19 +110,21 @@ def silent_after(known: Knowledge) -> Choice:
         explained_s = min(explained_s, _MOST_ROUNDS * max(known.normal_s, min(known.own_s)))
     explained_s = max(explained_s, _LEAST_SIGNS * known.sign_every_s)
     if explained_s > chosen.seconds:
-        chosen = Choice(explained_s, f"{chosen.reason}, frames that take up to {max(frame_s, longest_s):.2g} s")
+        chosen = Choice(
+            explained_s, f"{chosen.reason}, frames that take up to {format_seconds(max(frame_s, longest_s), 2)}"
+        )
     return Choice(chosen.seconds * known.patience, chosen.reason)
 
 
 def _dead_after(known: Knowledge) -> Choice:
     if (normal_s := known.normal_s) is not None:
         most_s = max(_USUAL_S, _LONG_SHARE * normal_s)
-        return Choice(max(_LEAST_S, min(_DEAD_ROUNDS * normal_s, most_s)), f"rounds of {normal_s:.2g} s")
+        return Choice(max(_LEAST_S, min(_DEAD_ROUNDS * normal_s, most_s)), f"rounds of {format_seconds(normal_s, 2)}")
     if known.forecast is None:
         return Choice(_USUAL_S, "no round and no forecast yet")
     forecast_s = known.forecast.round_s
     within_s = max(_LEAST_FIRST_S, min(_FORECAST_FACTOR * forecast_s, _USUAL_S))
-    return Choice(within_s, f"rounds of {forecast_s:.2g} s forecast, links not measured yet")
+    return Choice(within_s, f"rounds of {format_seconds(forecast_s, 2)} forecast, links not measured yet")
 
 
 def _frame_s(known: Knowledge, rate_bps: float | None) -> float:
@@ -138,13 +142,13 @@ def round_limit(known: Knowledge, elapsed_s: float = 0.0, progress: float = 0.0)
         own_s, shortest_s = max(known.own_s), known.shortest_s
         least_s = max(_LEAST_LIMIT_S, min(_SLOWER * own_s, max(_SLOWER * shortest_s, others_s + models_s)))
         most_s = min(_MUCH_SLOWER * own_s, max(_MUCH_SLOWER * shortest_s, others_s + models_s, slowest_s))
-        limit_s, reason = max(least_s, min(projected_s, most_s)), f"its rounds took up to {own_s:.2g} s"
+        limit_s, reason = max(least_s, min(projected_s, most_s)), f"its rounds took up to {format_seconds(own_s, 2)}"
     elif known.forecast is None:
         return Choice(math.inf, "no round and no forecast yet")
     else:
         least_s = max(_LEAST_FIRST_LIMIT_S, min(_FORECAST_FACTOR * known.forecast.round_s, others_s) + models_s)
         limit_s = max(least_s, min(projected_s, _SLOWEST_FACTOR * slowest_s))
-        reason = f"a round of {known.forecast.round_s:.2g} s forecast"
+        reason = f"a round of {format_seconds(known.forecast.round_s, 2)} forecast"
     return Choice(max(limit_s / (1 + known.misses), known.normal_s or 0.0), reason)
 
 

@@ -147,25 +147,23 @@ def _gather(buffers: tuple[memoryview, ...], out: np.ndarray[Any, Any]) -> None:
         start += part.nbytes
 
 
-def check_finite(tensors: Iterable[torch.Tensor], of: str) -> None:
+#: What to do about values that a training cannot continue with.
+DIVERGED = "Unless the device is faulty, the training has diverged: a smaller optimizer.learning_rate may help."
+
+
+def check_finite(tensors: Iterable[torch.Tensor], of: str, advice: str = DIVERGED) -> None:
     """Raise if a value is infinite or NaN: averaging would spread it to all devices."""
     for tensor in tensors:
         if tensor.is_floating_point() and not _is_finite(tensor):
-            raise ProtocolError(
-                f"{of} has values that are infinite or not a number. Unless the device is faulty, the training has "
-                "diverged: a smaller optimizer.learning_rate may help."
-            )
+            raise ProtocolError(f"{of} has values that are infinite or not a number. {advice}")
 
 
-def check_range(tensors: Iterable[torch.Tensor], of: str) -> None:
+def check_range(tensors: Iterable[torch.Tensor], of: str, advice: str = DIVERGED) -> None:
     """Raise if a peer's value is infinite, NaN or so large that computing with it would overflow."""
     for tensor in tensors:
         if tensor.is_floating_point() and not torch.linalg.vector_norm(tensor).item() <= LARGEST_NORM:
-            check_finite([tensor], of)
-            raise ProtocolError(
-                f"{of} has values that are too large: their norm exceeds {LARGEST_NORM:g}. Unless the "
-                "device is faulty, the training has diverged: a smaller optimizer.learning_rate may help."
-            )
+            check_finite([tensor], of, advice)
+            raise ProtocolError(f"{of} has values that are too large: their norm exceeds {LARGEST_NORM:g}. {advice}")
 
 
 def unmasked(tensor: torch.Tensor) -> torch.Tensor:

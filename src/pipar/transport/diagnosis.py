@@ -31,7 +31,9 @@ async def _why_plain(address: str) -> str | None:
         # An alert comes from a TLS server too; other errors mean that the server does not use TLS.
         if "ALERT" not in (error.reason or ""):
             return None
-    return f"The server at {address} uses TLS: give the device the file of its authority, ca.pem."
+    return (
+        f"The server at {address} uses TLS: give the device the folder with ca.pem and its credential, --certs FOLDER."
+    )
 
 
 async def _why_tls(address: str, security: DeviceSecurity) -> str | None:

@@ -29,6 +29,7 @@ from pipar.events import Connected, Connecting, Observer, Reconnecting
 from pipar.transport.backoff import Backoff, Pause
 from pipar.transport.channel import Channel
 from pipar.transport.interface import Transport
+from pipar.units import format_seconds
 from pipar.wire.frames import cut_message
 from pipar.wire.messages import Kind, Message, json_body, read_json
 
@@ -104,7 +105,7 @@ class Reconnector:
             async with asyncio.timeout(within_s):
                 return await self._dial()
         except TimeoutError:
-            within = "" if within_s is None else f" within {within_s:.3g} s"
+            within = "" if within_s is None else f" within {format_seconds(within_s)}"
             raise LinkError(f"No server answered at {self._address}{within}.") from None
         except InputError as error:
             if self._is_admitted or self._was_ever_admitted:
