@@ -214,6 +214,28 @@ def test_an_unknown_idle_time_is_not_shown_as_zero(desktop: Seen) -> None:
     assert all(text.startswith("–") for text in cards)
 
 
+def test_the_accuracy_of_a_statistical_run_is_marked_with_its_reasons(desktop: Seen) -> None:
+    script = """() => {
+        const before = window.pipar.state.content;
+        const content = structuredClone(before);
+        const run = content.runs.find((one) => one.method === "pipar");
+        [run.mark, run.equivalence, run.whole] = [" †", "statistical: batch statistics", "the whole network"];
+        window.pipar.draw(content);
+        const texts = (where) => [...document.querySelectorAll(where)].map((one) => one.textContent);
+        const rows = texts("#comparison tbody tr");
+        const seen = [texts("#cards .card"), rows, texts("#comparison .note"), texts("#plans p")];
+        window.pipar.draw(before);
+        return seen;
+    }"""
+    cards, rows, notes, plans = desktop.run(script)
+    assert any(" % †" in text and "† statistical: batch statistics" in text for text in cards)
+    assert [" % †" in text for text in rows] == [False, False, True]
+    assert notes == [
+        "† pipar: weights are statistical: batch statistics; the accuracy may differ from that of exact training."
+    ]
+    assert "The whole network." in plans
+
+
 def test_percentages_are_rounded_as_in_the_terminal(desktop: Seen) -> None:
     accuracies = [0.5925, 0.59251, 0.5935, 0.28125]
     script = f"""() => {{
