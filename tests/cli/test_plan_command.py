@@ -171,7 +171,8 @@ def test_the_output_fits_80_columns_and_has_all_parts(pipar: Pipar) -> None:
         "2 x device board.json x 0.05 10/25",
         "Predicted epoch",
         "<- bottleneck",
-        "One iteration of device-",
+        "First iteration of device-",
+        "; the bars above are of the whole epoch",
         "> forward < backward",
         "Runners-up",
         "The paper's estimate would have chosen",
@@ -192,7 +193,7 @@ def test_the_output_fits_80_columns_and_has_all_parts(pipar: Pipar) -> None:
 )
 def test_every_method_has_a_plan_and_those_with_a_simulator_a_picture(method: str, drawn: bool, pipar: Pipar) -> None:
     text = pipar("--method", method, "--exhaustive")
-    assert ("One iteration of" in text or "One epoch of" in text) == drawn
+    assert ("First iteration of" in text or "One epoch of" in text) == drawn
     assert f", method {method}," in text
     assert "T_opt / T = " in text
 

@@ -115,6 +115,16 @@ def test_models_and_their_averaging_are_drawn() -> None:
     assert "m model  + averaging" in rows[-1]
 
 
+def test_a_devices_encoding_has_a_row_of_its_own_where_it_takes_time() -> None:
+    coding = [_span(IO, "encode", 1, 10.5, 11.0), _span(IO, "decode", 1, 11.75, 12.0)]
+    rows = _drawn([*SPANS, *coding], 80).splitlines()
+    assert rows[1] == "coding   ··········1eeeeeeeee···············1dddd······························"
+    assert [row.split() for row in rows[-1:]] == [["e", "encoding", "d", "decoding"]]
+    assert rows[-2] == PICTURE.splitlines()[-1]
+    short = [_span(IO, "encode", 1, 10.5, 10.51)]
+    assert _drawn([*SPANS, *short], 80) == PICTURE
+
+
 @pytest.mark.parametrize(("terminal", "drawn"), [(80, 79), (100, 99), (120, 119), (200, 119)])
 def test_a_picture_takes_the_terminals_width_up_to_120_columns(terminal: int, drawn: int) -> None:
     assert max(map(len, _drawn(SPANS, terminal).splitlines())) == drawn

@@ -160,7 +160,8 @@ def _picture_title(explained: Explanation, picture: Timeline) -> Text:
     plan = plan_text(explained.chosen.plans[picture.device], explained.job.layers)
     if picture.whole_epoch:
         return Text(f"\nOne epoch of {picture.device}, {plan}, including the exchange of models\n", style="bold")
-    return Text(f"\nOne iteration of {picture.device}, {plan}\n", style="bold")
+    words = f"\nFirst iteration of {picture.device}, {plan}"
+    return Text.assemble((words, "bold"), "; the bars above are of the whole epoch\n")
 
 
 def _states_line(explained: Explanation) -> Text:

@@ -7,6 +7,8 @@
              |---------|---------|---------|---------
              0 s       0.5       1         1.5
 
+If tensors are encoded, there is one more row, for the device's thread that does it.
+
 A block begins with the number of its micro-batch if there is room. Where many stages are shorter than a column, each
 kind gets as many columns of the lane as its share of the time.
 """
@@ -21,22 +23,26 @@ from itertools import groupby
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, UPLINK, Span
+from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, UPLINK, Span
 
 #: By kind of stage: the character that fills its blocks, its name, its style.
 _KINDS = {
     "fc": (">", "forward", "black on cyan"),
     "bc": ("<", "backward", "black on green"),
+    "encode": ("e", "encoding", "black on white"),
     "u": ("^", "upload", "black on yellow"),
     "fs": ("#", "server", "white on blue"),
     "d": ("v", "download", "black on magenta"),
+    "decode": ("d", "decoding", "black on white"),
     "step": ("=", "step", "black on white"),
     "protect": ("~", "noise", "black on white"),
     "model": ("m", "model", "black on red"),
     "aggregate": ("+", "averaging", "white on blue"),
 }
+_CODING = {"encode", "decode"}
 _NOTHING = "·"
-_LANES = {COMPUTE: "device", UPLINK: "uplink", CORE: "server", DOWNLINK: "downlink"}
+#: A device encodes and decodes on a thread of its own; the server's coding is part of its stages.
+_LANES = {COMPUTE: "device", IO: "coding", UPLINK: "uplink", CORE: "server", DOWNLINK: "downlink"}
 _LABEL = 9
 _WIDEST = 120
 #: Blocks are at least a column wide; a lane that this makes busier by more columns than this is drawn by shares.
@@ -63,7 +69,7 @@ class Block:
 
 
 def blocks(spans: Iterable[Span], columns: int) -> list[Block]:
-    """Return the blocks of the spans on the four lanes; together they reach from column 0 to `columns`.
+    """Return the blocks of the spans on the lanes; together they reach from column 0 to `columns`.
 
     A block starts and ends at the columns nearest to its times, and is at least one column wide.
     """
@@ -97,16 +103,23 @@ class Chart:
         columns = max(_APART, min(options.max_width, _WIDEST) - _LABEL - 1)
         shown = _shown(self.spans)
         start, second = _scale(shown, columns)
+        if sum(span.end - span.start for span in shown if span.lane == IO) * second < 1:  # as without encodings
+            shown = [span for span in shown if span.lane != IO]
         by_share = False
         for lane, title in _LANES.items():
             spans = [span for span in shown if span.lane == lane]
+            if lane == IO and not spans:
+                continue
             cells = _block_cells(block for block in blocks(shown, columns) if block.lane == lane)
             if len(cells) > sum(span.end - span.start for span in spans) * second + _TOO_BUSY:
                 cells, by_share = _share_cells(spans, start, second, columns), True
             yield Text(title.ljust(_LABEL)) + _row(cells, columns)
         seconds = max(span.end for span in shown) - start
         yield from (Text(" " * _LABEL + line, style="dim") for line in axis(columns, seconds))
-        yield Text(" " * _LABEL) + _legend({span.kind for span in shown})
+        kinds = {span.kind for span in shown}
+        yield Text(" " * _LABEL) + Text("  ").join([*_legend(kinds - _CODING), Text(f"{_NOTHING} idle")])
+        if kinds & _CODING:
+            yield Text(" " * _LABEL) + Text("  ").join(_legend(kinds & _CODING))
         if by_share:
             words = "Stages shorter than a column are shown by their share of the time."
             yield Text(" " * _LABEL + words, style="dim")
@@ -182,6 +195,5 @@ def _round_up(seconds: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= seconds * (1 - 1e-9))
 
 
-def _legend(kinds: set[str]) -> Text:
-    words = [Text.assemble((sign, style), f" {name}") for kind, (sign, name, style) in _KINDS.items() if kind in kinds]
-    return Text("  ").join([*words, Text(f"{_NOTHING} idle")])
+def _legend(kinds: set[str]) -> list[Text]:
+    return [Text.assemble((sign, style), f" {name}") for kind, (sign, name, style) in _KINDS.items() if kind in kinds]
