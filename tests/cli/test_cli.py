@@ -96,7 +96,7 @@ def test_every_command_takes_settings_and_json(command: str, pipar: Pipar) -> No
 
 def test_a_help_line_gives_the_meaning_the_letter_and_the_default(pipar: Pipar) -> None:
     text = " ".join(pipar("run", "--help").split())
-    assert "Micro-batches in flight per iteration (the paper's N); 'auto' plans it. [default: auto]" in text
+    assert "Micro-batches per batch (the paper's N); 'auto' plans it. [default: auto]" in text
     assert "(the paper's P); 'auto' plans it. [default: auto]" in text
     assert f"[default: {Config().run.epochs}]" in text
 

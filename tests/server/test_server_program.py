@@ -161,7 +161,7 @@ def test_a_validation_that_fails_ends_the_training_instead_of_hanging() -> None:
     [
         ({}, "The device's profile cannot be used: "),
         ("fast", "The device's profile cannot be used: "),
-        (as_json(OTHER_NETWORK), "is of another whose layer 2 is 'three', but that of hand is 'two'"),
+        (as_json(OTHER_NETWORK), "is another whose layer 2 is 'three', but that of hand is 'two'"),
     ],
     ids=["empty", "text", "another network"],
 )
