@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from pipar.events import Away, Back, Event, Joined, Left, Lost, Replanned
+from pipar.events import Away, Back, Event, Joined, Left, Lost, Replanned, RoundOver, RoundRestarted
 from pipar.execution.spans import SERVER
 from pipar.methods import METHODS, Plan
 from pipar.profiling.profile import Profile
@@ -33,11 +33,14 @@ class MemoryBounds:
         self._profile = profile
         self._plans = {name: {plan} for name, plan in scenario.plans.items()}  # that were ever in use
         self._looks_away: dict[str, int] = {}
+        self._deadline_s = scenario.round_deadline_s or 0.0  # of the current round
+        self._allowed_s: dict[str, float] = {}  # for a device that is away, from when its link was lost
         self._rounds_absent: dict[str, int] = {}
 
     def restart(self) -> None:
         """Start over with a new server process, which holds nothing yet."""
         self._looks_away.clear()
+        self._deadline_s = self._scenario.round_deadline_s or 0.0
         self._rounds_absent.clear()
 
     def observe(self, event: Event) -> None:
@@ -45,11 +48,16 @@ class MemoryBounds:
         match event:
             case Away():
                 self._looks_away[event.device] = 0
+                self._allowed_s[event.device] = max(self._scenario.resume_window_s, self._deadline_s)
             case Back() | Lost() | Left():
                 self._looks_away.pop(event.device, None)
             case Joined():
                 self._looks_away.pop(event.device, None)
                 self._rounds_absent.pop(event.device, None)
+            case RoundRestarted():  # with a later deadline, until which a device of the round may be away
+                self._deadline_s = event.deadline_s or 0.0
+            case RoundOver():
+                self._deadline_s = self._scenario.round_deadline_s or 0.0
             case Replanned():
                 for name, plan in event.plans.items():
                     self._plans.setdefault(name, set()).add(Plan(**plan))
@@ -82,9 +90,8 @@ class MemoryBounds:
 
     def _is_gone(self, name: str) -> bool:
         """Whether a device is away for longer than its place is kept, or left before this round."""
-        longest_s = max(self._scenario.resume_window_s, self._scenario.round_deadline_s or 0.0)
         away_s = (self._looks_away.get(name, 0) - 1) * LOOK_EVERY_S
-        return away_s > longest_s or self._rounds_absent.get(name, 0) > 1
+        return away_s > self._allowed_s.get(name, 0.0) or self._rounds_absent.get(name, 0) > 1
 
     def _needs(self, name: str) -> MemoryUse:
         """Return the most that any plan needs which this device ever had."""
