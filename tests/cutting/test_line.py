@@ -369,9 +369,21 @@ class Moved(Residual):
         return super().forward((x * 1.1).to(self.stem.weight.device))
 
 
-def test_a_network_that_moves_tensors_is_checked_in_both_dtypes() -> None:
-    line = line_of(Moved(), EXAMPLE.float())
-    assert len(line) == len(line_of(Moved().double(), EXAMPLE)) > 3
+class Normalised(Moved):
+    """Computes a part in float32 whatever its dtype, as the root mean square normalisation of language models does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        precise = x.to(torch.float32)
+        return super().forward(
+            (precise * torch.rsqrt(precise.square().mean((1, 2, 3), keepdim=True) + 1e-6)).to(x.dtype)
+        )
+
+
+@pytest.mark.parametrize("network", [Moved, Normalised])
+def test_a_network_that_moves_tensors_is_checked_in_both_dtypes(network: type[Moved]) -> None:
+    line = line_of(network(), EXAMPLE.float())
+    assert len(line) > 3
+    assert network is Normalised or len(line) == len(line_of(Moved().double(), EXAMPLE))
     name = list(line.stages)[1]
     line.stages[name] = nn.Sequential(line.stages[name], nn.Hardtanh(-1e-3, 1e-3))
     assert differs(line, EXAMPLE.float())
