@@ -85,7 +85,7 @@ class NoBudgetLeftError(ProtocolError):
 
 
 class OtherNetworkError(ProtocolError):
-    """The configurations of server and device describe different networks."""
+    """The configuration of a device describes another network than the server's."""
 
 
 class UnusableProfileError(ProtocolError):
@@ -126,6 +126,10 @@ class DeviceRefusedError(CredentialError):
 
 class TrainingError(PiparError):
     """Training cannot continue."""
+
+
+class NetworkRefusedError(TrainingError):
+    """The server trains another network than that of this device's configuration; trying again does not help."""
 
 
 class OrdersError(TrainingError):

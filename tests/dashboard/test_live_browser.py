@@ -119,9 +119,11 @@ def test_a_killed_device_is_shown_as_away_within_a_second_and_then_as_back(
             assert "pi-2 is away" in seen.page.inner_text(".live-said")
             assert "may reconnect for" in seen.page.inner_text("tr[data-device=pi-2] .live-note")
             assert seen.page.get_attribute("tr[data-device=pi-1]", "data-state") == "training"
+            here.hold("pi-1")  # so that the training cannot be over before it is looked at
             here.let_go("pi-2")
             here.device("pi-2", address)
             seen.page.wait_for_selector("tr[data-device=pi-2]:is([data-state=joined], [data-state=training])")
+            here.let_go("pi-1")
             server.signal(signal.SIGTERM)
             seen.page.wait_for_selector(".live-badge[data-phase=stopped]")
             assert server.ends() == 0

@@ -360,10 +360,10 @@ def test_a_limit_is_part_of_the_key_only_if_it_cut_the_network(monkeypatch: pyte
     model = workload.build_model()
     limits: list[int | None] = []
 
-    def measure(*_: object, memory_bytes: int | None, **__: object) -> Profile:
-        limits.append(memory_bytes)
+    def measure(wanted: Measurement) -> Profile:
+        limits.append(wanted.memory_bytes)
         made = hand_made_profile(model, (3, 32, 32), "float32")
-        if memory_bytes is None or memory_bytes > 2**30:
+        if wanted.memory_bytes is None or wanted.memory_bytes > 2**30:
             return made
         return replace(made, layers=made.layers[:2], total_layers=5)
 

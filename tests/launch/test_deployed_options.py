@@ -19,7 +19,7 @@ from pipar.errors import (
     ConfigError,
     CredentialError,
     DeviceRefusedError,
-    OtherNetworkError,
+    NetworkRefusedError,
     PiparError,
     PlanError,
 )
@@ -229,11 +229,11 @@ def test_a_server_says_that_a_deployment_cannot_train_on_tokens() -> None:
     ("options", "error", "code"),
     [
         ((), CredentialError("The server at 127.0.0.1:1 uses TLS: give --certs."), 2),
-        ((), OtherNetworkError("The network of the device is another."), 2),
-        (("--certs", "certs"), OtherNetworkError("The network of the device is another."), 2),
+        ((), NetworkRefusedError("The network of the device is another."), 2),
+        (("--certs", "certs"), NetworkRefusedError("The network of the device is another."), 2),
         (("--certs", "certs"), DeviceRefusedError("This certificate was revoked."), 2),
         (("--certs", "certs"), CredentialError("The server's certificate is another's."), 1),
-        (("--insecure",), OtherNetworkError("Anyone may say so."), 1),
+        (("--insecure",), NetworkRefusedError("Anyone may say so."), 1),
         (("--insecure",), CredentialError("Anyone may say so."), 1),
     ],
 )

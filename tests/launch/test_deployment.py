@@ -279,7 +279,7 @@ def test_a_device_with_another_network_is_refused_in_one_sentence_and_the_others
     honest = here.device("pi-1", address)
     here.wait_until_held("pi-1")
     other = here.device("pi-2", address, config="other.toml")
-    assert other.ends() == 1
+    assert other.ends() == 2
     assert "refused this device" in other.lines()[-1]
     assert "Traceback" not in other.text()
     assert "no connection" not in other.text()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pipar.device.program import _fault
 from pipar.errors import (
     InputError,
+    NetworkRefusedError,
     OtherNetworkError,
     PlanError,
     ProtocolError,
@@ -298,5 +299,5 @@ def test_a_device_with_another_network_learns_that_its_configuration_is_wrong_an
         "[model] and [data] of its configuration the same network and samples as in that of the server."
     )
     told = fault(refused.value)
-    assert isinstance(_fault(told, "refused this device"), OtherNetworkError)
+    assert isinstance(_fault(told, "refused this device"), NetworkRefusedError)
     assert isinstance(_fault(fault("no"), "refused this device"), TrainingError)

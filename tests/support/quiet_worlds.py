@@ -32,6 +32,7 @@ def quiet(seed: int, *faults: Fault, **changes: Any) -> Scenario:
         "local_epochs": 1,
         "devices_per_round": "all",
         "clip_norm": None,
+        "evaluates": False,
     }
     return replace(scenario, faults=tuple(sorted(faults)), **{**plain, **changes})
 

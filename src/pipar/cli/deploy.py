@@ -34,7 +34,7 @@ from pipar.errors import (
     DeviceRefusedError,
     InputError,
     LinkError,
-    OtherNetworkError,
+    NetworkRefusedError,
     PiparError,
 )
 from pipar.events import Failed, Observer, Starting, Stopping, tell_all
@@ -195,7 +195,7 @@ def device(
             return take_part(loaded, asked, observe)
         except DeviceRefusedError as error:
             raise InputError(str(error)) from None  # another attempt would fail too
-        except (OtherNetworkError, CredentialError) as error:
+        except (NetworkRefusedError, CredentialError) as error:
             # A verified server, or one on this machine, has another network; without TLS, the device lacks its options.
             if insecure or (isinstance(error, CredentialError) and security.ca is not None):
                 raise

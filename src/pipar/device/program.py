@@ -21,8 +21,8 @@ from pipar.device.model import DeviceSideModel
 from pipar.device.pipeline import Batch, BatchLoader, MicroBatchExchange, WaitRecorder
 from pipar.errors import (
     LinkError,
+    NetworkRefusedError,
     OrdersError,
-    OtherNetworkError,
     PrivacyError,
     ProtocolError,
     ServerStopsError,
@@ -396,11 +396,11 @@ def _backward_and_measure(part: DevicePart, backward: Callable[[], None]) -> Non
     part.measure_gradient()
 
 
-def _fault(message: Message, what: str) -> TrainingError | OtherNetworkError | SessionOverError:
+def _fault(message: Message, what: str) -> TrainingError | SessionOverError:
     content = read_json(message)
     text = f"The server {what}: {peer_text(content.get('reason', 'no reason'))}"
     if content.get("other_network") is True:
-        return OtherNetworkError(text)
+        return NetworkRefusedError(text)
     if content.get("again") is not True:
         return TrainingError(text)
     return (ServerStopsError if content.get("stops") is True else SessionOverError)(text)
