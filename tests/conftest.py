@@ -15,8 +15,11 @@ from hypothesis import HealthCheck, settings
 from support import surroundings
 from support.hangs import pytest_runtest_makereport  # noqa: F401
 
-# The duration of an example depends on the load of the machine.
-settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The duration of an example depends on the load of the machine. A submitted change is judged by the same examples each
+# time; developers get others.
+settings.register_profile(
+    "any load", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+)
 settings.load_profile("any load")
 
 

@@ -65,6 +65,7 @@ def texts(seen: Seen, wanted: Mapping[str, int]) -> dict[str, set[str]]:
 def test_a_page_follows_a_run_without_errors(tmp_path: Path, profiles: Path, open_page: Open) -> None:
     tree = training()
     tree["run"]["epochs"] = 2
+    tree["devices"] = [{"name": "pi", "count": 3, "speed": 0.01}]  # slow enough to be looked at
     with place(tmp_path, profiles, tree) as here:
         run = here.run("run", "run", "train.toml", "--dashboard", "127.0.0.1:0")
         with open_page(page_of(run)) as seen:

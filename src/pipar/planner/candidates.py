@@ -175,7 +175,7 @@ def _least_s(
     if plan.window:  # which forward waits for which backward depends on when gradients arrive: only lanes are certain
         return lane, lane, total
     alone = _sweep([times[m] for m in pieces], 2 * member.link.latency_s) + step
-    return alone, lane, total
+    return max(alone, lane), lane, total
 
 
 def _sum(seconds: Iterable[tuple[float, int]]) -> float:
