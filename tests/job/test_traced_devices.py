@@ -11,7 +11,7 @@ from support.hand_made_job import job
 
 from pipar.execution.spans import SERVER
 from pipar.methods import Plan
-from pipar.server.allowances import Limits
+from pipar.server.message_limits import MessageLimits
 from pipar.settings.config_file import config_from
 from pipar.wire.orders import Orders
 
@@ -36,7 +36,7 @@ def test_a_device_may_send_as_much_state_as_its_optimiser_keeps(copies: float, s
     learner: Any = SimpleNamespace(part_bytes=lambda _, **__: 1, model_bytes=lambda: 1000)
     session: Any = SimpleNamespace(device="a", introduction=SimpleNamespace(samples=1), allow=allowed.append)
     network = replace(job().server_profile, state_copies=copies)
-    Limits(learner, network).set(session, Orders(1, Plan(1, 8), 2, 1, False, keep_state=True))
+    MessageLimits(learner, network).set(session, Orders(1, Plan(1, 8), 2, 1, False, keep_state=True))
     assert allowed[0].state_bytes == state_bytes
 
 
@@ -45,5 +45,5 @@ def test_a_device_that_claims_many_samples_may_not_send_a_large_trace() -> None:
     learner: Any = SimpleNamespace(part_bytes=lambda _, **__: 1, model_bytes=lambda: 1)
     introduction = SimpleNamespace(samples=100_000_000)
     session: Any = SimpleNamespace(device="a", introduction=introduction, allow=allowed.append)
-    Limits(learner, job().server_profile).set(session, Orders(1, Plan(1, 8), 2, 1, False, False))
+    MessageLimits(learner, job().server_profile).set(session, Orders(1, Plan(1, 8), 2, 1, False, False))
     assert allowed[0].trace_bytes <= 2_250_000

@@ -10,7 +10,7 @@ import pytest
 
 from pipar.events import ignore
 from pipar.execution.clock import run_virtually
-from pipar.server.patience import ChosenTimeouts, Patience
+from pipar.server.learned_timeouts import ChosenTimeouts, LearnedTimeouts
 from pipar.transport.heartbeat import Waking
 
 
@@ -20,13 +20,13 @@ class _Session:
 
 
 async def _waited_s() -> list[float]:
-    patience, session = Patience(ChosenTimeouts(), ignore), cast("Any", _Session())
-    patience.round_is_over(1.0)
-    waited_s = [patience.resume_window_s(session)]
+    timeouts, session = LearnedTimeouts(ChosenTimeouts(), ignore), cast("Any", _Session())
+    timeouts.round_is_over(1.0)
+    waited_s = [timeouts.resume_window_s(session)]
     for late_s, passed_s in ((0.001, 0.0), (0.3, 0.0), (0.0, 600.0), (60.0, 0.0)):
         await asyncio.sleep(passed_s)
-        patience.woke_late(late_s)
-        waited_s.append(patience.resume_window_s(session))
+        timeouts.woke_late(late_s)
+        waited_s.append(timeouts.resume_window_s(session))
     return waited_s
 
 

@@ -75,7 +75,7 @@ def test_one_long_round_among_normal_ones_changes_nothing() -> None:
 def test_a_device_that_was_wrongly_taken_for_dead_gets_twice_the_time() -> None:
     known = after_rounds(2.0)
     for choose in (silent_after, resume_window):
-        assert choose(replace(known, patience=2.0)).seconds == 2 * choose(known).seconds
+        assert choose(replace(known, wait_factor=2.0)).seconds == 2 * choose(known).seconds
 
 
 def test_a_device_is_not_judged_by_signs_that_it_was_not_asked_for_yet() -> None:

@@ -25,7 +25,7 @@ from pipar.profiling.profile import LayerProfile, Profile
 from pipar.server.device_messages import Introduction
 from pipar.server.epoch_results import ResultCollector, TimeBounds
 from pipar.server.interfaces import Checkpointer, ServerLanes, Services, SessionSettings, Training
-from pipar.server.patience import ChosenTimeouts
+from pipar.server.learned_timeouts import ChosenTimeouts
 from pipar.server.program import Server
 from pipar.settings.links import Link
 from pipar.transport.backoff import Backoff

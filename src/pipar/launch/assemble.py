@@ -31,7 +31,7 @@ from pipar.server.interfaces import (
     SessionSettings,
     Training,
 )
-from pipar.server.patience import ChosenTimeouts
+from pipar.server.learned_timeouts import ChosenTimeouts
 from pipar.server.program import Server
 from pipar.server.sampling import Draw
 from pipar.server.session import fault

@@ -49,8 +49,8 @@ from pipar.recording.recorder import Recording, check_can_record, recorded
 from pipar.report import try_write_report
 from pipar.server.enrolment import OpenEnrolment
 from pipar.server.epoch_results import stale_epochs
-from pipar.server.liveness import LivenessMonitor
 from pipar.server.program import Server
+from pipar.server.silent_devices import SilentDeviceMonitor
 from pipar.settings.config import Config
 from pipar.storage.audit_log import AuditLog
 from pipar.storage.checkpoint import Checkpoint, Checkpoints, identity_of, latest, refuse_to_overwrite
@@ -249,7 +249,7 @@ def _open_folder(path: Path, job: Job, found: Checkpoint | None, command: str) -
 
 
 class _ServerProgram:
-    """The server's program with what a deployment adds: a listener, checkpoints, liveness."""
+    """The server's program with what a deployment adds: a listener, checkpoints, silent devices."""
 
     def __init__(self, run: _Run, options: ServerOptions, observe: Observer, recording: Recording) -> None:
         self._run = run
@@ -306,9 +306,9 @@ class _ServerProgram:
             self._observe(Resumed(self._run.done, self._run.folder.trained_again))
 
     async def _train(self, server: Server) -> None:
-        liveness = LivenessMonitor(lambda: server.sessions, self._observe)
+        silent = SilentDeviceMonitor(lambda: server.sessions, self._observe)
         # Only the live page, which asks for pictures, shows silent devices.
-        watching = until_left(liveness.watch()) if self._options.pictures else contextlib.nullcontext()
+        watching = until_left(silent.watch()) if self._options.pictures else contextlib.nullcontext()
         try:
             async with watching:
                 await server.train(self._run.done)

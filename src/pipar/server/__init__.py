@@ -8,12 +8,13 @@ their aggregation), `serving` (one device in a round), `replicas` (server-side m
 and worst decile).
 
 Devices: `membership` (they join, are lost, resume and leave), `session` (the state of one device), `device_messages`
-(their messages, checked), `name_conflicts` (two devices with one credential), `allowances` (how much they may send),
+(their messages, checked), `name_conflicts` (two devices with one credential), `message_limits` (what they may send),
 `enrolment` (which may join, and their first plans), `allow_list` (which of them the operator has named), `refusals`
 (those that may not).
 
-How long they are waited for: `timeouts` (chosen from what is known), `patience` (what is known), `deadlines` (of a
-round), `silence` (devices that show no sign of life are lost), `liveness` (which are silent, for the live page).
+How long they are waited for: `timeouts` (chosen from what is known), `learned_timeouts` (from the rounds so far),
+`deadlines` (of a round), `lost_devices` (ends sessions of devices that show no sign of life), `silent_devices` (which
+are silent, for the live page).
 
 Around the training: `interfaces` (what a server is given), `validation`, `epoch_results` (the numbers of each epoch),
 `progress`.

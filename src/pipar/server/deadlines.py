@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
+from pipar.server.learned_timeouts import LearnedTimeouts
 from pipar.server.membership import Membership
-from pipar.server.patience import Patience
 from pipar.server.replicas import Replicas
 from pipar.server.session import Session
 from pipar.units import format_seconds
@@ -26,7 +26,7 @@ class FixedDeadline:
         self._ends_at = 0.0
 
     def begin(self, group: Collection[Session]) -> None:
-        self._membership.patience.begin_round(group)
+        self._membership.timeouts.begin_round(group)
         self.restart(group, any_late=False)
 
     def restart(self, waiting: Collection[Session], *, any_late: bool) -> None:  # noqa: ARG002
@@ -55,18 +55,18 @@ class LearnedDeadline:
 
     seconds = None
 
-    def __init__(self, patience: Patience, replicas: Replicas) -> None:
-        self._patience = patience
+    def __init__(self, timeouts: LearnedTimeouts, replicas: Replicas) -> None:
+        self._timeouts = timeouts
         self._replicas = replicas
         self._loop = asyncio.get_running_loop()
         self._not_before = 0.0
 
     def begin(self, group: Collection[Session]) -> None:
-        self._patience.begin_round(group)
+        self._timeouts.begin_round(group)
 
     def restart(self, waiting: Collection[Session], *, any_late: bool) -> None:
         if any_late and self._replicas.is_shared:  # the late one has held them up
-            self._patience.restart(waiting)
+            self._timeouts.restart(waiting)
 
     def timeout_s(self, waiting: Collection[Session], *, any_finished: bool) -> float | None:
         if not (self._replicas.is_shared or any_finished):
@@ -75,22 +75,22 @@ class LearnedDeadline:
         return max(0.0, left_s, self._not_before - self._loop.time())
 
     def late(self, waiting: Collection[Session], *, any_finished: bool) -> dict[Session, str]:
-        patience, is_too_late = self._patience, self._replicas.is_too_late
+        timeouts, is_too_late = self._timeouts, self._replicas.is_too_late
         late = {
             session: (
-                f"it has not finished after {format_seconds(patience.elapsed_s(session))}, much longer than expected"
+                f"it has not finished after {format_seconds(timeouts.elapsed_s(session))}, much longer than expected"
             )
             for session in waiting
             if self._left_s(session) <= 0 and is_too_late(session, any_finished=any_finished)
         }
         for session in late:
-            patience.missed(session)
+            timeouts.missed(session)
         self._not_before = self._loop.time() + (0.0 if late else _AGAIN_S)
         return late
 
     def _left_s(self, session: Session) -> float:
-        left_s = self._patience.round_limit_s(session) - self._patience.elapsed_s(session)
+        left_s = self._timeouts.round_limit_s(session) - self._timeouts.elapsed_s(session)
         return 0.0 if left_s < 1e-6 else left_s  # timers are rounded
 
     def lengthen(self, *, one_at_a_time: bool) -> None:  # noqa: ARG002
-        self._patience.lengthen()
+        self._timeouts.lengthen()

@@ -17,7 +17,7 @@ from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.profile import Profile
 from pipar.server.device_messages import Introduction
 from pipar.server.epoch_results import ResultCollector
-from pipar.server.patience import ChosenTimeouts
+from pipar.server.learned_timeouts import ChosenTimeouts
 from pipar.server.sampling import Draw
 from pipar.server.session import Session
 from pipar.settings.links import Link

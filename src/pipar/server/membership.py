@@ -26,8 +26,8 @@ from pipar.privacy.budget import PrivacyAccountant
 from pipar.server.device_messages import Introduction, read_hello
 from pipar.server.epoch_results import ResultCollector
 from pipar.server.interfaces import AdmissionPolicy, SessionSettings
+from pipar.server.learned_timeouts import LearnedTimeouts
 from pipar.server.name_conflicts import NameConflicts
-from pipar.server.patience import Patience
 from pipar.server.refusals import RefusalReporter
 from pipar.server.session import Session, fault
 from pipar.transport.channel import Channel
@@ -63,7 +63,7 @@ class Membership:
         self._results = results
         self._accountant = accountant
         self._observe = observe
-        self.patience = Patience(settings.timeouts, observe)
+        self.timeouts = LearnedTimeouts(settings.timeouts, observe)
         self._refusals = RefusalReporter(observe)
         self._numbers = iter(settings.numbers if settings.numbers is not None else count(1))
         self._conflicts = NameConflicts()
@@ -172,7 +172,7 @@ class Membership:
         name = peer if peer is not None else str(read_json(hello.only()).get("name"))
         session = self.sessions.get(name)
         if hello.message.kind is not Kind.HELLO or session is None or session.number != hello.session:
-            self.patience.tried_to_resume(name)
+            self.timeouts.tried_to_resume(name)
             raise _SessionGoneError("That session is over.")
         if not session.is_welcome:
             raise _SessionGoneError("That session has not begun.")
@@ -194,14 +194,14 @@ class Membership:
 
     def _window_s(self, session: Session) -> float:
         return (
-            self.patience.resume_window_s(session) if self.patience.chooses_window else self._settings.resume_window_s
+            self.timeouts.resume_window_s(session) if self.timeouts.chooses_window else self._settings.resume_window_s
         )
 
     def give_up_silent(self, session: Session, silent_s: float) -> None:
         """Nothing has been heard from a device for too long: its connection is lost, and by default so is its place."""
         reason = LinkError(f"nothing was heard from it for {format_seconds(silent_s)}")
-        if self.patience.chooses_window:  # the window has passed as well: it counts from the last sign of life
-            self.patience.fell_silent(session)
+        if self.timeouts.chooses_window:  # the window has passed as well: it counts from the last sign of life
+            self.timeouts.fell_silent(session)
             self.end(session, reason)
         else:
             session.channel.lose(reason)

@@ -11,9 +11,9 @@ from pipar.execution.lanes import Lanes
 from pipar.execution.work import Work
 from pipar.methods import Plan
 from pipar.planner.replanner import MeasuredLink
-from pipar.server.allowances import Limits
 from pipar.server.interfaces import Learner, Services
 from pipar.server.membership import Membership
+from pipar.server.message_limits import MessageLimits
 from pipar.server.session import Session
 from pipar.settings.links import Link
 from pipar.wire.messages import Body, Kind, Message
@@ -28,7 +28,7 @@ class PlanUpdates:
         learner: Learner,
         pool: Lanes,
         membership: Membership,
-        limits: Limits,
+        limits: MessageLimits,
         services: Services,
         *,
         draws: bool = False,

@@ -13,11 +13,12 @@ from pipar.errors import PiparError, ProtocolError, TryAgainError
 from pipar.events import BudgetSpent, DevicesEvaluated, EndedByCallback, RoundOver
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
-from pipar.server.allowances import Limits
 from pipar.server.device_evaluation import DeviceEvaluation
 from pipar.server.epoch_results import RoundSummary
 from pipar.server.interfaces import Enrolment, Learner, ServerLanes, Services, SessionSettings, Training
+from pipar.server.lost_devices import LostDeviceWatch
 from pipar.server.membership import Membership
+from pipar.server.message_limits import MessageLimits
 from pipar.server.model_exchange import ModelExchange
 from pipar.server.participants import Participants
 from pipar.server.plan_updates import PlanUpdates
@@ -26,7 +27,6 @@ from pipar.server.replicas import Replicas, SharedReplica
 from pipar.server.rounds import Round, Rounds, run_to_end
 from pipar.server.serving import Serving
 from pipar.server.session import Session
-from pipar.server.silence import SilenceWatch
 from pipar.server.validation import Validation
 from pipar.transport.interface import Transport
 
@@ -60,7 +60,7 @@ class Server:
             learner,
             pool,
             membership,
-            Limits(learner, sessions.network, sessions.targets),
+            MessageLimits(learner, sessions.network, sessions.targets),
             services,
             draws=training.draw.is_partial,
         )
@@ -78,8 +78,8 @@ class Server:
     async def train(self, done: int = 0) -> None:
         """Train all epochs after the first `done`, or until the validation loss has not improved for `patience`."""
         self.done = done
-        if self._membership.patience.watches_silence:
-            self._watching = asyncio.create_task(SilenceWatch(self._membership).watch())
+        if self._membership.timeouts.watches_silence:
+            self._watching = asyncio.create_task(LostDeviceWatch(self._membership).watch())
         try:
             await self._participants.begin(done)  # line 1: split points P^k, of which the replicas are built
             await self._train_rounds(done)
@@ -191,7 +191,7 @@ class Server:
         )
         self.done = this.epoch
         self._last_round_s = seconds
-        self._membership.patience.round_is_over(seconds)
+        self._membership.timeouts.round_is_over(seconds)
         partly = self._replicas.partly_trained(counted)
         self._observe(RoundOver(this.epoch, counted, partly, self._accountant.epsilons()))
 

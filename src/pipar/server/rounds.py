@@ -87,10 +87,10 @@ class Rounds:
     ) -> None:
         self._passes = training.local_epochs
         self._one_device_at_a_time = training.method.one_device_at_a_time
-        self._patience = patience = membership.patience
+        self._timeouts = timeouts = membership.timeouts
         self._deadline: Deadline = training.deadline or (
-            LearnedDeadline(patience, replicas)
-            if patience.chooses_deadline
+            LearnedDeadline(timeouts, replicas)
+            if timeouts.chooses_deadline
             else FixedDeadline(training.round_deadline_s, membership, replicas)
         )
         self._replicas = replicas
@@ -108,7 +108,7 @@ class Rounds:
     async def serve(self, epoch: int, group: Sequence[Session], began_at: float | None = None) -> Round:
         """Serve a round, which has begun now if not before; return it with the updates of those that finished it."""
         self._replicas.begin_round()
-        self._patience.gathered(group)
+        self._timeouts.gathered(group)
         this = Round(epoch, self._loop.time() if began_at is None else began_at, self._passes)
         turns = [[session] for session in group] if self._one_device_at_a_time else [list(group)]
         restore = self._exchange.hold() if len(turns) > 1 else None
@@ -133,7 +133,7 @@ class Rounds:
     async def _serve_all(self, this: Round, group: Sequence[Session]) -> list[DeviceUpdate]:
         """Serve devices at the same time; return the updates of those that were not lost and not too late."""
         self._deadline.begin(group)
-        self._serving.begin(group, this.epoch, self._patience.signs_of_life)
+        self._serving.begin(group, this.epoch, self._timeouts.signs_of_life)
         serving = {self._loop.create_task(self._serving.serve(session, this.epoch)): session for session in group}
         updates: list[DeviceUpdate] = []
         try:
@@ -153,9 +153,9 @@ class Rounds:
     def _result(self, task: _Task, session: Session) -> DeviceUpdate | None:
         update = task.result()
         if update is not None:
-            self._patience.finished(session, session.measured)
+            self._timeouts.finished(session, session.measured)
         else:
-            self._patience.left_out(session)
+            self._timeouts.left_out(session)
         return update
 
     async def _end_without_late(self, this: Round, waiting: _Tasks, *, any_finished: bool) -> _Tasks:
@@ -173,7 +173,7 @@ class Rounds:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         this.any_late = True
-        self._patience.left_out(session)
+        self._timeouts.left_out(session)
         await self._serving.drop(session, this.epoch, why)
         session.abandon(this.epoch)
 

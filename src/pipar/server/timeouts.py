@@ -75,7 +75,7 @@ class Knowledge:
     up_bps: float | None = SLOWEST_BPS  # as measured; None means no limit
     down_bps: float | None = SLOWEST_BPS
     sign_every_s: float = 0.0  # how often it was told to show signs of life, at the rarest that may still apply
-    patience: float = 1.0  # above 1 after it was taken for dead and was not
+    wait_factor: float = 1.0  # above 1 after it was taken for dead and was not
     misses: int = 0  # rounds in a row that ended without it
 
     @property
@@ -94,7 +94,7 @@ class Choice(NamedTuple):
 def resume_window(known: Knowledge) -> Choice:
     """Return how long a device whose connection broke keeps its place."""
     chosen = _dead_after(known)
-    return Choice(chosen.seconds * known.patience, chosen.reason)
+    return Choice(chosen.seconds * known.wait_factor, chosen.reason)
 
 
 def silent_after(known: Knowledge) -> Choice:
@@ -113,7 +113,7 @@ def silent_after(known: Knowledge) -> Choice:
         chosen = Choice(
             explained_s, f"{chosen.reason}, frames that take up to {format_seconds(max(frame_s, longest_s), 2)}"
         )
-    return Choice(chosen.seconds * known.patience, chosen.reason)
+    return Choice(chosen.seconds * known.wait_factor, chosen.reason)
 
 
 def _dead_after(known: Knowledge) -> Choice:

@@ -28,7 +28,7 @@ from pipar.wire.frames import CHUNK_BYTES
 #: Rounds that are remembered.
 _REMEMBERED = 5
 #: A device that was wrongly taken for dead gets twice the time, up to this factor; each good round takes some away.
-_MOST_PATIENCE, _CALMER = 8.0, 0.9
+_MOST_WAIT_FACTOR, _CALMER = 8.0, 0.9
 #: A round in which a device has done less than this share says nothing about how long it needs.
 _TELLING = 0.05
 _MOST_SLACK = 64.0
@@ -67,12 +67,12 @@ class _Device:
     silences_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     rates_bps: tuple[float | None, float | None] = (SLOWEST_BPS, SLOWEST_BPS)  # up, down
     forecast: Forecast | None = None
-    patience: float = 1.0
+    wait_factor: float = 1.0
     misses: int = 0
     was_silent: bool = False  # its last session ended because nothing was heard from it
 
 
-class Patience:
+class LearnedTimeouts:
     """Decides how long the server waits for each device, where the configuration leaves that to it."""
 
     def __init__(self, chosen: ChosenTimeouts | None, observe: Observer) -> None:
@@ -141,7 +141,7 @@ class Patience:
         if self._began[session] < self._missed_at:  # it trained meanwhile, so no time was wasted
             self._wasted_s = 0.0
         self._finished_at, self._usual = now, None
-        device.misses, device.patience = 0, max(1.0, device.patience * _CALMER)
+        device.misses, device.wait_factor = 0, max(1.0, device.wait_factor * _CALMER)
         silence = session.channel.silence
         if silence.peer_shows_life:
             device.silences_s.append(silence.take_longest_s())
@@ -185,7 +185,7 @@ class Patience:
         """A device wants to resume a session that is over: if that ended in silence, the device was alive."""
         device = self._devices.get(name)
         if device is not None and device.was_silent:
-            device.was_silent, device.patience = False, min(_MOST_PATIENCE, 2 * device.patience)
+            device.was_silent, device.wait_factor = False, min(_MOST_WAIT_FACTOR, 2 * device.wait_factor)
 
     def woke_late(self, seconds: float) -> None:
         """A timer of the server has fired this much too late."""
@@ -247,7 +247,7 @@ class Patience:
             up_bps=up_bps,
             down_bps=down_bps,
             sign_every_s=max(self._told.get(session, ()), default=0.0),
-            patience=device.patience,
+            wait_factor=device.wait_factor,
             misses=device.misses,
         )
 

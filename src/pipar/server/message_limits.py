@@ -17,7 +17,7 @@ _SPAN_BYTES = 1024
 _LARGEST_TRACE_BYTES = SMALL_BODY_BYTES + MOST_SPANS * SPAN_BYTES
 
 
-class Limits:
+class MessageLimits:
     """Sets the limits of sessions by the plans of their devices."""
 
     def __init__(self, learner: Learner, network: Profile | None, targets: TargetSize = LABELS) -> None:

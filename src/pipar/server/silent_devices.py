@@ -46,7 +46,7 @@ class _Waits:
         return max(SILENT_AFTER_S, _USUAL_FACTOR * (max(known) + _CHECK_EVERY_S)) if known else math.inf
 
 
-class LivenessMonitor:
+class SilentDeviceMonitor:
     """Emits an event when a device falls silent, and when it is heard again."""
 
     def __init__(self, sessions: Callable[[], Sequence[Session]], observe: Observer) -> None:

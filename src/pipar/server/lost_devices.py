@@ -12,7 +12,7 @@ from pipar.transport.heartbeat import Waking
 _LOOK_EVERY_S, _LEAST_S = 1.0, 0.01
 
 
-class SilenceWatch:
+class LostDeviceWatch:
     """Watches all devices that show signs of life, also between rounds."""
 
     def __init__(self, membership: Membership) -> None:
@@ -24,7 +24,7 @@ class SilenceWatch:
         waking = Waking(self._loop.time)
         while True:
             late_s = await waking.sleep(self._check(waking.late_at))
-            self._membership.patience.woke_late(late_s)
+            self._membership.timeouts.woke_late(late_s)
 
     def _check(self, not_before: float) -> float:
         """End the sessions of silent devices; return when to look again."""
@@ -35,7 +35,7 @@ class SilenceWatch:
 
     def _check_one(self, session: Session, not_before: float) -> float:
         """Return for how much longer a device may be silent."""
-        channel, limit_s = session.channel, self._membership.patience.silent_after_s(session)
+        channel, limit_s = session.channel, self._membership.timeouts.silent_after_s(session)
         silent_s = channel.silence.seconds(self._loop.time(), not_before)
         if channel.is_attached and silent_s >= limit_s:
             self._membership.give_up_silent(session, silent_s)
