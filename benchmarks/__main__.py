@@ -16,6 +16,7 @@ from benchmarks import (
     coded_epochs,
     dashboard,
     demo,
+    deployment,
     efficiency,
     exact_wire,
     examples,
@@ -72,9 +73,19 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "soak": soak.measure,
     "any_network": any_network.measure,
     "examples": examples.measure,
+    "deployment": deployment.measure,
 }
 #: These take long, or need packages that are not installed: run only if named.
-ON_REQUEST = ("hostility", "reproduction_full", "long_run", "virtual_soak", "soak", "any_network", "examples")
+ON_REQUEST = (
+    "hostility",
+    "reproduction_full",
+    "long_run",
+    "virtual_soak",
+    "soak",
+    "any_network",
+    "examples",
+    "deployment",
+)
 
 
 def main(names: list[str]) -> int:
