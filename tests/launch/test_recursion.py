@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.recursion import KINDS, all_stages, end_times, iteration_s, previous, stage_times
+from support.recursion import KINDS, all_stages, closed_form_s, end_times, previous, recursion_s, stage_times
 
 from pipar.events import ignore
 from pipar.execution.schedule import cut_batch
@@ -23,7 +23,7 @@ from pipar.job.job import Job
 from pipar.launch.virtual import train_timing_only
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
-from pipar.planner.paper_estimate import StageTimes, closed_form_s
+from pipar.planner.paper_estimate import StageTimes, iteration_s
 from pipar.profiling.machines import MACHINES, machine_profile
 from pipar.profiling.operation_counts import known_counts
 from pipar.profiling.profile import LayerProfile, Profile
@@ -263,7 +263,7 @@ def check_estimate(network: str, plan: Plan, link: Link) -> None:
         times = with_wire_bytes(paper, samples * device.output_bytes(plan.split_point), samples, link)
     lasted = alone(device, server, plan, link)
     assert closed_form_s(times, n) == pytest.approx(lasted, rel=1e-9)
-    assert iteration_s(times, n) == pytest.approx(lasted, rel=1e-9)
+    assert recursion_s(times, n) == iteration_s(times, n) == pytest.approx(lasted, rel=1e-9)
     # What the paper leaves out is one header and the labels of each micro-batch: N (header + labels) at the most.
     left_out = n * (times.u - paper.u + times.d - paper.d)
     assert -1e-9 <= lasted - closed_form_s(paper, n) <= left_out + 1e-9

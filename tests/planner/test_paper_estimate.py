@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.recursion import iteration_s, stage_times
+from support.recursion import closed_form_s, recursion_s, stage_times
 
 from pipar.errors import PlanError
-from pipar.methods import Plan
-from pipar.planner.paper_estimate import StageTimes, closed_form_s
+from pipar.methods import METHODS, Plan
+from pipar.planner.costs import Costs
+from pipar.planner.fleet import Fleet, Member
+from pipar.planner.paper_estimate import StageTimes, batches_to_fill_idle_time, estimate_plans, iteration_s
+from pipar.profiling.memory import training_bytes
 from pipar.profiling.profile import Profile
 from pipar.settings.links import Link
 
@@ -40,7 +44,7 @@ whole_times = st.builds(StageTimes, *[st.integers(0, 1000).map(float)] * 6)
     ],
 )
 def test_an_iteration_takes_the_time_computed_by_hand(times: StageTimes, n: int, seconds: float, why: str) -> None:
-    assert iteration_s(times, n) == seconds, why
+    assert iteration_s(times, n) == recursion_s(times, n) == seconds, why
     assert closed_form_s(times, n) == seconds, why
 
 
@@ -84,8 +88,14 @@ def test_an_iteration_of_a_profiled_network_takes_the_time_computed_by_hand(
 ) -> None:
     times = stage_times(make_profile(ON_DEVICE), make_profile(ON_SERVER), plan, 100, link, speeds)
     n = plan.micro_batches
-    assert closed_form_s(times, n) == pytest.approx(seconds, rel=1e-12)
     assert iteration_s(times, n) == pytest.approx(seconds, rel=1e-12)
+    assert closed_form_s(times, n) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.slow
+@given(times_of_stages, st.integers(1, 40))
+def test_one_sweep_gives_the_recursion_over_the_table_of_stages_to_the_last_bit(times: StageTimes, n: int) -> None:
+    assert iteration_s(times, n) == recursion_s(times, n)
 
 
 @pytest.mark.slow
@@ -97,7 +107,7 @@ def test_the_closed_form_is_the_recursion_up_to_rounding(times: StageTimes, n: i
 @pytest.mark.slow
 @given(whole_times, st.integers(1, 40))
 def test_cutting_finer_never_makes_the_estimate_longer(times: StageTimes, n: int) -> None:
-    coarse, fine = (closed_form_s(times.divided_by(pieces), pieces) for pieces in (n, n + 1))
+    coarse, fine = (iteration_s(times.divided_by(pieces), pieces) for pieces in (n, n + 1))
     assert fine <= coarse * (1 + 1e-12)
 
 
@@ -139,3 +149,89 @@ def test_profiles_of_two_networks_are_refused(make_profile: MakeProfile) -> None
     device, server = make_profile([(1.0, 1.0, 1, 0)] * 2), make_profile([(1.0, 1.0, 1, 0)] * 3)
     with pytest.raises(PlanError, match="2 layers, the server's of hand with 3"):
         stage_times(device, server, Plan(1, 1), 100, SLOW)
+
+
+# --- the selection
+
+
+@pytest.mark.parametrize(
+    ("times", "n", "why"),
+    [
+        (StageTimes(4, 1, 0.4, 0.6, 0.5, 8), 2, "2.5 s of idle time fit into one more forward of 4 s"),
+        (StageTimes(8, 1, 0.4, 0.6, 0.5, 2), 3, "the backward is shorter: 2.5 s need two of 2 s"),
+        (StageTimes(2, 2, 1, 1, 2, 3), 4, "6 s are exactly three forwards of 2 s"),
+        (StageTimes(3, 0, 0, 0, 0, 4), 1, "federated learning: no idle time to fill"),
+        (StageTimes(0, 0, 0, 0, 0, 0), 1, "no idle time, and nothing to fill it with"),
+        (StageTimes(1, 98, 0, 0, 0, 1), 99, "99 micro-batches of a batch of 100"),
+        (StageTimes(1, 99, 0, 0, 0, 1), 100, "as many as samples"),
+        (StageTimes(1, 500, 0, 0, 0, 1), 100, "501 would be more than samples: B / N is no less than 1"),
+        (StageTimes(0, 1, 0, 0, 0, 0), 100, "nothing on the device takes time: no number fills the idle time"),
+        (StageTimes(1, 3, 0, 0, 0, 0), 4, "only frozen layers on the device: there is no backward"),
+    ],
+)
+def test_the_number_of_micro_batches_fills_the_idle_time_computed_by_hand(times: StageTimes, n: int, why: str) -> None:
+    assert batches_to_fill_idle_time(times, 100) == n, why
+
+
+def alone(device: Profile, server: Profile, link: Link, *, speed: float = 1.0, **given: int | None) -> Fleet:
+    phone = Member("phone", Costs(device), link, 100, **given)  # type: ignore[arg-type]
+    return Fleet(METHODS["pipar"], (phone,), Costs(server, speed), 1, 100)
+
+
+@pytest.mark.parametrize(
+    ("link", "server_speed", "plan", "seconds"),
+    [
+        # P=1: idle 1 + 1 + 0.5 = 2.5 of min(4, 8), N = 2, T = 2 (2 + 4) = 12. P=2: idle 0.5 + 0.4 + 0.25 of min(6, 12),
+        # N = 2, T = 2 (3 + 6) = 18. P=3: N = 1, T = 8 + 14 = 22.
+        pytest.param(Link(up_bps=8e5, down_bps=1.6e6), 1.0, Plan(1, 2), 12.0, id="quick link"),
+        # P=1: idle 10 + 1 + 5 = 16 of 4, N = 5, T = (4 + 16 + 8) / 5 + 4 x 10 / 5 = 13.6; the device needs only 12.
+        # P=2: idle 5 + 0.4 + 2.5 = 7.9 of 6, N = 3, T = 3 (2 + 4) = 18.
+        pytest.param(Link(up_bps=8e4, down_bps=1.6e5), 1.0, Plan(1, 5), 13.6, id="slow link"),
+        # P=1: N = 1 + ceil(151 / 4) = 39, T = 163 / 39 + 38 x 100 / 39 = 101.6. P=2: N = 1 + ceil(75.4 / 6) = 14,
+        # T = 93.4 / 14 + 13 x 50 / 14 = 53.1. P=3: 22.
+        pytest.param(Link(up_bps=8e3, down_bps=1.6e4), 1.0, Plan(3, 1), 22.0, id="slowest link"),
+        # The server takes 20 times as long. P=1: f_s = 8, b_s = 12, N = 1 + ceil(20 / 4) = 6,
+        # T = (4 + 20 + 8) / 6 + 5 x 20 / 6 = 22. P=2: f_s = b_s = 4, N = 1 + ceil(8 / 6) = 3, T = 3 (2 + 4) = 18.
+        # With f_s over layers 1..P, as printed, P=2 would have f_s = 12 and N = 4.
+        pytest.param(Link(), 0.05, Plan(2, 3), 18.0, id="slow server"),
+    ],
+)
+def test_the_selected_plan_is_the_best_of_one_n_for_each_p_computed_by_hand(
+    make_profile: MakeProfile, link: Link, server_speed: float, plan: Plan, seconds: float
+) -> None:
+    fleet = alone(make_profile(ON_DEVICE), make_profile(ON_SERVER), link, speed=server_speed)
+    selected, estimate = estimate_plans(fleet)["phone"]
+    assert selected == plan
+    assert estimate == pytest.approx(seconds, rel=1e-12)
+
+
+def test_another_n_may_be_better_but_is_not_on_the_list(make_profile: MakeProfile) -> None:
+    fleet = alone(make_profile(ON_DEVICE), make_profile(ON_SERVER), Link(up_bps=8e4, down_bps=1.6e5))
+    (_, listed), (plan, finer) = (
+        estimate_plans(each)["phone"]
+        for each in (fleet, replace(fleet, members=(replace(fleet.members[0], split_point=1, micro_batches=100),)))
+    )
+    assert plan == Plan(1, 100)
+    assert finer < listed
+
+
+def test_a_split_point_whose_listed_n_does_not_fit_into_memory_is_left_out(make_profile: MakeProfile) -> None:
+    layers = [replace(layer, saved_bytes=9) for layer in make_profile(ON_DEVICE).layers]
+    device = replace(make_profile(ON_DEVICE), layers=tuple(layers))
+    slow_server = alone(device, make_profile(ON_SERVER), Link(), speed=0.05)
+    needed = training_bytes(device, Plan(2, 3), 100)
+    for memory, p in ((needed, 2), (needed - 1, 1)):
+        (phone,) = slow_server.members
+        limited = replace(slow_server, members=(replace(phone, memory_bytes=memory),))
+        assert estimate_plans(limited)["phone"][0].split_point == p
+
+
+def test_a_device_in_whose_memory_no_listed_plan_fits_gets_any_plan_that_does(make_profile: MakeProfile) -> None:
+    layers = [replace(layer, saved_bytes=1000) for layer in make_profile(ON_DEVICE).layers]
+    device = replace(make_profile(ON_DEVICE), layers=tuple(layers))
+    fleet = alone(device, make_profile(ON_SERVER), Link(up_bps=8e4, down_bps=1.6e5))
+    (phone,) = fleet.members
+    limited = replace(phone, memory_bytes=training_bytes(device, Plan(1, 5, 1), 100))
+    plan, _ = estimate_plans(replace(fleet, members=(limited,)))["phone"]
+    assert plan.window
+    assert training_bytes(device, plan, 100) <= (limited.memory_bytes or 0)

@@ -94,6 +94,16 @@ def test_a_device_that_rejoins_with_fewer_layers_than_its_plan_gets_another_plan
     assert enrolment.join(Introduction("b", 100, PREFIX)).plan.split_point == 1
 
 
+@pytest.mark.parametrize("estimate", ["simulation", "paper"])
+def test_a_device_that_joins_alone_gets_a_plan_by_the_configured_estimate(estimate: str) -> None:
+    run = {"run": {"method": "pipar", "batch_size": 10}, "plan": {"estimate": estimate}}
+    enrolment = opened(Link(up_bps=4e8, down_bps=4e8, latency_s=9.0), **run)
+    begun(enrolment, "a", profile=PREFIX)  # another kind of device
+    # Seconds of latency make every cut slower than the whole network, but the paper's estimate has no latency.
+    plan = enrolment.join(Introduction("b", 100, WHOLE)).plan
+    assert (plan.split_point == 3) == (estimate == "simulation")
+
+
 @pytest.mark.parametrize("method", ["sfl", "sfl2"])
 def test_a_resumed_training_uses_the_encodings_that_are_configured_now(method: str) -> None:
     run = {"run": {"method": method, "batch_size": 10}}

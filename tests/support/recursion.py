@@ -78,8 +78,20 @@ def stage_times(
     return full_batch_times(device, server, plan.split_point, batch_size, link).divided_by(plan.micro_batches)
 
 
-def iteration_s(times: StageTimes, micro_batches: int) -> float:
-    """Return T(b_c N), the end of the iteration."""
+def recursion_s(times: StageTimes, micro_batches: int) -> float:
+    """Return T(b_c N), the end of the iteration, by the table of stages."""
     ends = end_times(micro_batches, lambda stage: float(getattr(times, stage.kind)))
     assert ends[Stage("bc", micro_batches)] == max(ends.values())
     return ends[Stage("bc", micro_batches)]
+
+
+def closed_form_s(times: StageTimes, micro_batches: int) -> float:
+    """Return T(b_c N) by the closed form of the recursion, which docs/explanation/planning.md shows.
+
+    A path through the graph either takes the edge from the last forward to the first backward, and is N (f_c + b_c)
+    long, or steps lane by lane: each lane once and the slowest one N - 1 times more.
+    """
+    served = times.fs + times.bs
+    once = times.fc + times.u + served + times.d + times.bc
+    slowest = max(times.fc, times.u, served, times.d, times.bc)
+    return max(micro_batches * (times.fc + times.bc), once + (micro_batches - 1) * slowest)

@@ -147,7 +147,7 @@ async def search_inline(fleet: Fleet, start: Mapping[str, Plan], settings: Searc
 
 
 async def search_by_estimate(fleet: Fleet, *_: object) -> Mapping[str, Plan]:
-    """Return the plans by the paper's estimate, which takes milliseconds."""
+    """Return the plans by the paper's selection, which takes milliseconds."""
     return {name: plan for name, (plan, _) in estimate_plans(fleet).items()}
 
 

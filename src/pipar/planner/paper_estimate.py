@@ -1,25 +1,24 @@
-"""The paper's estimate of one iteration, equation by equation, and plans by it; III-C, phases 2 and 3.
+"""The paper's selection of P and N, equation by equation; III-C, phases 2 and 3.
 
 It models one device alone with the server, without latency, loading, encoding and optimiser step, and takes the time of
-a micro-batch as 1/N of the full batch's. `planner.costs` and `planner.simulator` do without these simplifications.
+a micro-batch as 1/N of the full batch's. `planner.costs` and `planner.simulator` do without these simplifications. Of
+each P it considers one N, `planner.search` all of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from functools import cache
 
-from pipar.errors import PlanError
+from pipar.errors import PlanError, TooLittleMemoryError
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.costs import Costs
+from pipar.planner.encoding import with_encodings
 from pipar.planner.fleet import Fleet, Member
 from pipar.profiling.profile import Profile
 from pipar.settings.links import Link
-
-#: Estimates this close, relative to the best, are a tie, which goes to the smaller N. The estimate is no more exact.
-#: Where the link or the server is the bottleneck, it never grows with N: without a tie, micro-batches of one sample
-#: would win.
-ESTIMATE_TIE = 0.01
 
 
 @dataclass(frozen=True)
@@ -80,43 +79,91 @@ def full_batch_times(
     )
 
 
-def closed_form_s(times: StageTimes, micro_batches: int) -> float:
+def iteration_s(times: StageTimes, micro_batches: int) -> float:
     """Return T(b_c N), the end of the iteration, by T(r) = t(r) + max over previous T(r'); paper III-C, phase 2.
 
-    The recursion over the stage graph has a closed form. All forwards come first, so the first backward also waits for
-    the last forward. A path through the graph either takes the edge from the last forward to the first backward, and is
-    N (f_c + b_c) long, or steps lane by lane: each lane once and the slowest one N - 1 times more, so
-
-        T = max( N (f_c + b_c),  sum of all six + (N - 1) max(f_c, u, f_s + b_s, d, b_c) ).
+    One sweep over the 6N stages. All forwards come first, so the first backward also waits for the last forward.
     """
-    served = times.fs + times.bs
-    once = times.fc + times.u + served + times.d + times.bc
-    slowest = max(times.fc, times.u, served, times.d, times.bc)
-    return max(micro_batches * (times.fc + times.bc), once + (micro_batches - 1) * slowest)
+    forwarded = uploaded = answered = downloaded = 0.0
+    arrivals = []
+    for _ in range(micro_batches):
+        forwarded += times.fc
+        uploaded = times.u + max(uploaded, forwarded)
+        answered = times.bs + (times.fs + max(answered, uploaded))
+        downloaded = times.d + max(downloaded, answered)
+        arrivals.append(downloaded)
+    end = forwarded
+    for arrived in arrivals:
+        end = times.bc + max(end, arrived)
+    return end
+
+
+def batches_to_fill_idle_time(times: StageTimes, most: int) -> int:
+    """Return N = 1 + ceil((u + f_s + b_s + d) / min(f_c, b_c)), at most `most`; paper III-C, phase 3.
+
+    f_s sums layers P+1..Q. The paper prints 1..P there, against its own definition. A device with only frozen layers,
+    which the paper does not have, has no b_c to take the minimum with.
+    """
+    idle_s = times.u + times.fs + times.bs + times.d
+    shortest_s = min((seconds for seconds in (times.fc, times.bc) if seconds > 0), default=0.0)
+    if idle_s == 0:
+        return 1
+    if idle_s > (most - 2) * shortest_s:  # also where nothing on the device takes time
+        return most
+    return 1 + math.ceil(idle_s / shortest_s)
 
 
 def estimate_plans(fleet: Fleet) -> dict[str, tuple[Plan, float]]:
-    """Return each device's plan with the shortest iteration by the paper's estimate; ties go to the smaller N."""
+    """Return each device's plan by the paper's selection, with the seconds of an iteration; paper III-C, phase 3."""
     chosen = {}
     for kind in fleet.device_kinds():
-        best = _best_plan_by_estimate(fleet, kind[0])
+        best = _select(fleet, kind[0])
         chosen.update({member.name: best for member in kind})
     return chosen
 
 
-def _best_plan_by_estimate(fleet: Fleet, member: Member) -> tuple[Plan, float]:
-    times: dict[tuple[object, ...], StageTimes] = {}
-    found = []
-    for plan in allowed_plans(fleet, member):
-        p, n = plan.split_point, plan.micro_batches
-        key = (p, plan.up, plan.down)
-        if key not in times:
-            shares = member.costs.profile.share(p, "up", plan.up), fleet.server.profile.share(p, "down", plan.down)
-            times[key] = full_batch_times(member.costs, fleet.server, p, fleet.batch_size, member.link, shares)
-        found.append((plan, closed_form_s(times[key].divided_by(n), n)))
-    within = min(seconds for _, seconds in found) * (1 + ESTIMATE_TIE)
-    tied = [(plan, seconds) for plan, seconds in found if seconds <= within]
-    return min(tied, key=lambda item: (item[0].micro_batches, item[0].split_point))
+def _select(fleet: Fleet, member: Member) -> tuple[Plan, float]:
+    """Return the shortlisted plan with the shortest iteration; ties go to the smaller N, then the smaller P."""
+    return min(
+        ((plan, _estimated_s(fleet, member, plan)) for plan in _shortlist(fleet, member)),
+        key=lambda item: (item[1], item[0].micro_batches, item[0].split_point),
+    )
+
+
+def _shortlist(fleet: Fleet, member: Member) -> list[Plan]:
+    """Return one plan for each P that the device's memory allows, with the N that fills its idle time.
+
+    All forwards come first, as in the paper, unless the configuration says otherwise. If none of these plans fits into
+    the memory, which the paper does not consider, every allowed plan is on the list.
+    """
+
+    @cache
+    def n_of(split_point: int) -> int:
+        (whole,) = with_encodings(fleet, member, [Plan(split_point, 1)])
+        return batches_to_fill_idle_time(_batch_times(fleet, member, whole), most)
+
+    def is_listed(split_point: int, micro_batches: int) -> bool:
+        return is_given or micro_batches == n_of(split_point)
+
+    most = len(fleet.pieces(fleet.batch_size, fleet.batch_size))
+    is_given = member.micro_batches != "auto" or not fleet.method.pipelines
+    all_forward_first = replace(member, window=0) if member.window == "auto" else member
+    try:
+        return allowed_plans(fleet, all_forward_first, is_listed)
+    except TooLittleMemoryError:
+        return allowed_plans(fleet, member)
+
+
+def _estimated_s(fleet: Fleet, member: Member, plan: Plan) -> float:
+    n = plan.micro_batches
+    return iteration_s(_batch_times(fleet, member, plan).divided_by(n), n)
+
+
+def _batch_times(fleet: Fleet, member: Member, plan: Plan) -> StageTimes:
+    """Return the times of a whole batch with the split point and the encodings of a plan."""
+    p = plan.split_point
+    shares = member.costs.profile.share(p, "up", plan.up), fleet.server.profile.share(p, "down", plan.down)
+    return full_batch_times(member.costs, fleet.server, p, fleet.batch_size, member.link, shares)
 
 
 def _transfer_s(size_bytes: float, bits_per_second: float | None) -> float:

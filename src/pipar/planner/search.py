@@ -2,8 +2,8 @@
 
 The paper plans each device as if it were alone (`paper_estimate.estimate_plans`). Here the plans of all devices are
 simulated together, because K devices share the server's C cores, and the best plan of one alone may starve the others.
-Devices of one kind (same machine, link, data size and limits) get one plan. The paper shortlists one N for each P; both
-search every N.
+Devices of one kind (same machine, link, data size and limits) get one plan. The paper shortlists one N for each P; the
+search considers every N.
 
 1. Start from each kind's own best plan, from plans that share the cores well, and from likely combinations.
 2. Improve them, one kind of device at a time.

@@ -9,7 +9,9 @@ from dataclasses import replace
 from pipar.errors import PlanError, ProtocolError, UnusableProfileError
 from pipar.job.job import Job
 from pipar.methods import Plan
+from pipar.planner.alone import best_plan_alone
 from pipar.planner.encoding import reencoded
+from pipar.planner.fleet import Fleet
 from pipar.planner.paper_estimate import estimate_plans
 from pipar.profiling.profile import Profile
 from pipar.server.allow_list import AllowList
@@ -126,7 +128,7 @@ class OpenEnrolment:
             if cut is not None:
                 member = replace(member, split_point=cut.split_point)
             try:
-                estimate_plans(replace(fleet, members=(member,)))
+                _plan_alone(self.job, replace(fleet, members=(member,)))
             except _UNUSABLE as error:
                 raise _unusable(introduction.name, error) from None
 
@@ -161,7 +163,7 @@ class OpenEnrolment:
                 raise _unusable(introduction.name, error) from None
 
     def join(self, introduction: Introduction) -> Orders:
-        """Return orders with a first plan: that of an equal device, or the paper's estimate."""
+        """Return orders with a first plan: that of an equal device, or the best for it alone."""
         job = self._with(self.job, introduction)
         try:
             plan = self._first_plan(job, introduction)
@@ -177,7 +179,7 @@ class OpenEnrolment:
         if kept is not None:
             return reencoded(fleet.of({introduction.name}), {introduction.name: kept})[introduction.name]
         plan = next((job.plans[member.name] for member in kind if member.name in job.plans), None)
-        return plan or estimate_plans(fleet.of({introduction.name}))[introduction.name][0]
+        return plan or _plan_alone(job, fleet.of({introduction.name}))
 
     @property
     def _empty_job(self) -> Job:
@@ -224,6 +226,13 @@ class OpenEnrolment:
 def _tell(listeners: Sequence[Listener], job: Job) -> None:
     for listener in listeners:
         listener(job)
+
+
+def _plan_alone(job: Job, fleet: Fleet) -> Plan:
+    """Return the plan of the only device of a fleet, until the plans of all devices are chosen together."""
+    if job.config.plan.estimate == "paper":
+        return estimate_plans(fleet)[fleet.members[0].name][0]
+    return best_plan_alone(fleet)
 
 
 #: Planning raises these if a device allows no plan, or if its profile has numbers that cannot be computed with.
