@@ -297,7 +297,7 @@ COMMANDS = [
     (f"{MNIST_LIKE} --model vgg16", "vgg16"),
     ("run --virtual --set model.factory=own_models:wrong_classes", "but 10 classes need (2, 10)"),
     ("run --virtual --set model.factory=own_models:wrong_input", "The model does not take inputs of 1x32x32"),
-    ("run --virtual --set model.factory=own_models:not_a_module", "is a str, but it must be a torch.nn.Module"),
+    ("run --virtual --set model.factory=own_models:not_a_module", "is of type str, but it must be a torch.nn.Module"),
     ("run --virtual --set model.factory=own_models:branching", "Branching cannot be cut, because torch.export cannot"),
     ("run --virtual --set model.weights=gone.safetensors", "'gone.safetensors' cannot be read: No such file"),
     ("run --virtual --set model.weights=torn.toml", "model.weights = 'torn.toml' is not a safetensors file: write one"),

@@ -168,7 +168,7 @@ def test_cut_points_that_do_not_fit_are_one_sentence_and_exit_2(
         ("Counting", "`while x.abs().max() > 1:`. Name modules"),
         ("on_meta", "weight is on the device 'meta', but training starts on the CPU: build it with values"),
         ("lazy", "1.weight has no shape yet, because its layer is lazy: run a batch through it first."),
-        ("number", "the model is a int, but it must be a torch.nn.Module."),
+        ("number", "the model is of type int, but it must be a torch.nn.Module."),
     ],
 )
 def test_a_network_that_cannot_be_used_is_one_sentence_and_exit_2(

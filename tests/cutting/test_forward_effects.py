@@ -161,6 +161,17 @@ def test_one_sample_that_is_used_for_all_is_noticed(place: int) -> None:
     assert effects_of(sequence(LikeTheFirst(place)), EXAMPLE) == ForwardEffects(mixes_samples=True)
 
 
+class Placed(nn.Module):
+    """Adds to each sample its place in the batch."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + torch.arange(len(values)).unsqueeze(1)
+
+
+def test_the_place_in_the_batch_is_noticed() -> None:
+    assert effects_of(sequence(Placed()), EXAMPLE) == ForwardEffects(mixes_samples=True)
+
+
 class Annealed(nn.Module):
     """Counts its forwards in an attribute."""
 
@@ -182,11 +193,16 @@ def test_a_network_that_counts_in_an_attribute_is_not_recorded() -> None:
     assert unrecorded_state(moving, EXAMPLE) is None
 
 
-@pytest.mark.parametrize(
-    "module", [Counting(in_place=True), Counting(in_place=False), Deciding(), Warming(), Clipping()]
-)
+@pytest.mark.parametrize("module", [Counting(in_place=True), Counting(in_place=False), Deciding(), Warming()])
 def test_what_is_done_once_for_each_forward_is_noticed(module: nn.Module) -> None:
     assert effects_of(sequence(module), EXAMPLE) == ForwardEffects(counts_forwards=True)
+
+
+@pytest.mark.parametrize("unnoticed", [False, True])
+def test_a_forward_that_writes_to_its_weights_is_noticed(unnoticed: bool) -> None:
+    effects = effects_of(sequence(Clipping(unnoticed=unnoticed)), EXAMPLE)
+    assert effects == ForwardEffects(counts_forwards=True, writes_weights=True)
+    assert hides_effects(nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 3)), torch.zeros(2, 3).long())
 
 
 def test_the_number_of_samples_and_generators_of_others_are_noticed() -> None:

@@ -16,7 +16,6 @@ from pipar.cutting import line as line_module
 from pipar.cutting.cut_check import differs
 from pipar.cutting.line import Line, line_of, line_of_stages, thinned, whole_line
 from pipar.cutting.listing import layer_cuts
-from pipar.cutting.named_cuts import unshared_line, uses_twice
 from pipar.cutting.split import join_states, named_layers, split_model
 from pipar.cutting.traced import CutPoint, TracedNetwork
 from pipar.data.own_samples import dataset_images
@@ -300,15 +299,6 @@ def test_a_network_is_not_cut_between_two_parameters_with_one_memory() -> None:
     assert list(line.stages) == ["first, relu", "two, relu", "output"]
     assert line.cuts is not None
     assert "one.weight is used on both sides" in {one.reason for one in line.cuts.not_offered}
-
-
-def test_a_sequence_is_not_cut_between_two_parameters_with_one_memory() -> None:
-    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
-    assert not uses_twice(nn.Sequential(one, nn.ReLU(), two))
-    two.weight = nn.Parameter(one.weight.data)
-    network = nn.Sequential(nn.Linear(4, 4), one, nn.ReLU(), two)
-    assert uses_twice(network)
-    assert list(unshared_line(network, torch.zeros(2, 4)).stages) == ["0", "3"]
 
 
 class Rotary(Residual):

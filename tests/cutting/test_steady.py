@@ -51,6 +51,24 @@ class PairsOnly(nn.Module):
         return x
 
 
+class LikeTheFirst(nn.Module):
+    """A layer that uses the first sample, or the last one, for all."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x[self.place]
+
+
+class Placed(nn.Module):
+    """A layer that adds to each sample its place in the batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.arange(len(x)).unsqueeze(1)
+
+
 def network(middle: nn.Module, frozen: int = 2) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(4, 4), middle, nn.Linear(4, 2))
     for layer in list(model)[:frozen]:
@@ -72,6 +90,9 @@ def network(middle: nn.Module, frozen: int = 2) -> nn.Sequential:
         (RarelyDropped(), 1),
         (RarelySkipped(), 1),
         (PairsOnly(), 1),
+        (LikeTheFirst(0), 1),
+        (LikeTheFirst(-1), 1),
+        (Placed(), 1),
         (nn.Sequential(Squeezed(), nn.Flatten(1)), 1),
         (nn.Sequential(Squeezed(), nn.Unflatten(1, (2, 2)), nn.Flatten(1)), 1),
     ],

@@ -195,7 +195,7 @@ def test_a_workload_copies_the_module_and_pickles_it_for_other_processes_only() 
     [
         (nn.Sequential(nn.Linear(8, 3, device="meta")), r"0\.weight is on the device 'meta'.*, but training starts"),
         (nn.Sequential(nn.LazyLinear(3)), r"0\.weight has no shape yet.*run a batch through it"),
-        (nn.Linear, "the model is a type, but it must be"),
+        (nn.Linear, "the model is the class Linear, but it must be"),
     ],
     ids=["meta", "lazy", "a class"],
 )

@@ -286,7 +286,7 @@ class TwoPaths(nn.Sequential):
 def test_only_a_module_can_be_trained_and_a_sequential_needs_layers() -> None:
     model = nn.Linear(2, 2)
     assert check_module(model) is model
-    with pytest.raises(ModelError, match=r"a NoneType, but it must be a torch\.nn\.Module"):
+    with pytest.raises(ModelError, match=r"of type NoneType, but it must be a torch\.nn\.Module"):
         check_module(None)
     with pytest.raises(ModelError, match="without layers"):
         check_module(nn.Sequential())

@@ -229,3 +229,37 @@ class Guarded(nn.Module):
         with torch.no_grad():
             share = torch.softmax(rows.sum(-1, keepdim=True), 1)
         return self.head((torch.relu(self.mix(rows)) * share).sum(1))
+
+
+class Applied(nn.Module):
+    """Any function as a layer."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *given: Any) -> Any:
+        return self.function(*given)
+
+
+class Keeping(nn.Module):
+    """Keeps what it is given in a dictionary, which other layers may share."""
+
+    def __init__(self, shared: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared["kept"] = x
+        return x
+
+
+class Restoring(nn.Module):
+    """Adds what another layer has kept, if any."""
+
+    def __init__(self, shared: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shared["kept"] if "kept" in self.shared else x

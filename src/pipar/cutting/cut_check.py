@@ -209,6 +209,8 @@ def _pass(stages: Sequence[nn.Module], inputs: Inputs) -> Tensor:
     (output,), (end,) = passed[-1]
     end.grad = torch.linspace(-1, 1, end.numel(), dtype=end.dtype).reshape(end.shape)
     for outputs, crossed in reversed(passed):
+        if any(other.requires_grad and other.grad is None for other in crossed):
+            raise ValueError("the layers before a cut would get a gradient, but those of the whole network get none")
         known = [(one, other.grad) for one, other in zip(outputs, crossed, strict=True) if other.grad is not None]
         if trained := [pair for pair in known if pair[0].requires_grad]:
             # Of single numbers: with given gradients, torch imports sympy, which takes longer than the step.

@@ -29,33 +29,39 @@ _READING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.def
 class ForwardEffects:
     """What makes the steps of a network depend on more than its samples and weights."""
 
-    mixes_samples: bool = False  # the output for a sample depends on the other samples, as with batch normalisation
+    mixes_samples: bool = False  # the output for a sample depends on its batch, as with batch normalisation
     is_random: bool = False  # as with dropout
     counts_forwards: bool = False  # it changes buffers or attributes, or decides by values, for each micro-batch
+    writes_weights: bool = False  # in eval mode, too, as with an embedding's max_norm
 
 
 def effects_of(network: nn.Module, example: Inputs, *, is_recorded: bool = False) -> ForwardEffects:
     """Return the effects of a network's forward; recorded operations decide nothing by values."""
     samples = drawn_like(example, 6, seed=2)
-    # Of two samples alone, normalisation would make 1 and -1 whatever they are. The second one is compared, because a
-    # network may use the first or the last one for all. It may also use their number.
+    # Of two samples alone, normalisation would make 1 and -1 whatever they are. An inner one is compared, because a
+    # network may use the first or the last one for all. It may also use their number, and a sample's place.
     first = _tried(network, samples, [1, 0, 2], seed=0)
     other = _tried(network, samples, [3, 0, 4, 5], seed=0)
+    moved = _tried(network, samples, [3, 4, 0, 5], seed=0)
     again = _tried(network, samples, [1, 0, 2], seed=1)
-    mixes_samples = not _same_second_rows(first.outputs, other.outputs)
+    is_random = first.draws or not _equal(first.outputs, again.outputs)
+    row = _rows(first.outputs, 1)
+    # Random numbers are those of a place, so with them a sample differs at another one.
+    mixes_samples = not _same(row, _rows(other.outputs, 1)) or not (is_random or _same(row, _rows(moved.outputs, 2)))
     decides = first.reads_values and not is_recorded
     return ForwardEffects(
         mixes_samples=mixes_samples,
-        is_random=first.draws or not _equal(first.outputs, again.outputs),
+        is_random=is_random,
         counts_forwards=decides
         or unrecorded_state(network, example) is not None
         or (first.writes_buffers and not mixes_samples),
+        writes_weights=_writes_weights(network, samples),
     )
 
 
-def _same_second_rows(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Return whether the second sample has the same outputs; one number for all samples counts as an output of each."""
-    return _same(*([one[1:2] if one.ndim else one for one in outputs] for outputs in (ones, others)))
+def _rows(outputs: Sequence[Tensor], place: int) -> list[Tensor]:
+    """Return the outputs for the sample at a place; one number for all samples counts as an output of each."""
+    return [one[place : place + 1] if one.ndim else one for one in outputs]
 
 
 def _same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -93,6 +99,18 @@ def _tried(network: nn.Module, samples: Inputs, rows: list[int], *, seed: int) -
     return _Tried(outputs, draws, watching.has_read, writes)
 
 
+@torch.no_grad()
+def _writes_weights(network: nn.Module, samples: Inputs) -> bool:
+    """Return whether a copy in eval mode writes to its weights."""
+    before = copy.deepcopy(network).eval()
+    stir(dict(before.named_parameters()))
+    used = copy.deepcopy(before)
+    versions = _versions(dict(used.named_parameters()))
+    with _generators_kept():
+        call(used, in_dtype(mapped(samples, torch.clone), dtype_of(network)))
+    return any(True for _ in _written(before, used, versions))
+
+
 def random_numbers() -> tuple[object, ...]:
     """Return the states of the generators that a layer may draw from: a draw may change no value, but changes these."""
     return torch.get_rng_state().numpy().tobytes(), *_random_numbers_of_python()
@@ -112,6 +130,7 @@ def unrecorded_state(network: nn.Module, example: Inputs) -> str | None:
     before = copy.deepcopy(network).train()
     stir(dict(before.named_parameters()))
     copied = copy.deepcopy(before)
+    versions = _versions(dict(copied.named_parameters()))
     inputs = in_dtype(drawn_like(example, 2, seed=2), dtype_of(network))
     with _generators_kept():
         drawn = _random_numbers_of_python()
@@ -123,7 +142,7 @@ def unrecorded_state(network: nn.Module, example: Inputs) -> str | None:
     counted = next((name for name, value in again.items() if numbers.get(name, value) != value), None)
     if counted is not None:
         return f"each forward changes its attribute {counted}"
-    written = next(_written(before, copied), None)
+    written = next(_written(before, copied, versions), None)
     if written is not None:
         return f"its forward writes to the parameter {written}"
     if not _same(first, second):
@@ -144,11 +163,13 @@ def _restore_buffers(used: nn.Module, before: nn.Module) -> None:
             setattr(used.get_submodule(path), name, buffer.clone())
 
 
-def _written(before: nn.Module, used: nn.Module) -> Iterator[str]:
-    """Yield the names of the parameters that are others in the copy that was used."""
+def _written(before: nn.Module, used: nn.Module, versions: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+    """Yield the names of the parameters that a forward wrote to: their versions or values differ from those before."""
     after = dict(used.named_parameters())
+    now = _versions(after)
     for name, value in before.named_parameters():
-        if not torch.equal(value, after[name]) and not value.isnan().any():
+        has_changed = not torch.equal(value, after[name]) and not value.isnan().any()
+        if now[name] != versions[name] or has_changed:
             yield name
 
 

@@ -185,6 +185,11 @@ def with_effects(line: Line, example: Inputs) -> Line:
     return line
 
 
+def writes_weights(model: nn.Sequential) -> bool:
+    """Return True if a forward of a network in eval mode changes its weights. A sequence that does is a line."""
+    return isinstance(model, Line) and model.effects.writes_weights
+
+
 def line_at(chosen: Sequence[CutPoint], traced: TracedNetwork, network: nn.Module) -> Line:
     """Return the line of a network that is cut at these places."""
     names = [point.module for point in chosen] + ["output"]

@@ -1,15 +1,14 @@
-"""A network that is cut after modules that the user names, and nowhere else; or a sequence that uses weights twice."""
+"""A network that is cut after modules that the user names, and nowhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from pipar.cutting.chain import NoChainError, chained_stages, check_names
 from pipar.cutting.cut_check import differs, dtype_of
-from pipar.cutting.cut_points import CutList, NotOffered
+from pipar.cutting.cut_points import CutList
 from pipar.cutting.exporting import NoRecordingError
 from pipar.cutting.line import (
     Line,
@@ -21,7 +20,6 @@ from pipar.cutting.line import (
     with_effects,
 )
 from pipar.cutting.listing import cuts_at, layer_cuts
-from pipar.cutting.recorded_graph import memory_of
 from pipar.cutting.traced import CutPoint, TracedNetwork
 from pipar.errors import ModelError
 from pipar.tensors.inputs import Inputs
@@ -90,48 +88,3 @@ def _impossible(point: CutPoint, reason: str) -> ModelError:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
-
-
-def uses_twice(network: nn.Sequential) -> bool:
-    """Return True if a module, weight or buffer occurs in two children of a sequence."""
-    seen: set[object] = set()
-    for name, layer in network._modules.items():
-        if layer is None:
-            continue
-        inside: set[object] = {*map(id, layer.modules()), *(memory_of(one) for _, one in _named_tensors(name, layer))}
-        if inside & seen:
-            return True
-        seen |= inside
-    return False
-
-
-def unshared_line(network: nn.Sequential, example: Inputs) -> Line:
-    """Return an nn.Sequential as a line of its children that is not cut between two uses of a weight."""
-    children = {name: layer for name, layer in network._modules.items() if layer is not None}
-    reasons = [_shared_across(children, place) for place in range(1, len(children))]
-    stages, refused = dict[str, nn.Module](), list[NotOffered]()
-    group: list[nn.Module] = []
-    for (name, layer), reason in zip(children.items(), [*reasons, None], strict=True):
-        group.append(layer)
-        if reason is None:
-            stages[name], group = nn.Sequential(*group), []
-        else:
-            refused.append(NotOffered(len(stages), name, name, 1, reason))
-    line = line_of_stages(stages, network)
-    line.cuts = replace(layer_cuts(stages, example, "children"), not_offered=tuple(refused))
-    return with_effects(line, example)
-
-
-def _shared_across(children: Mapping[str, nn.Module], place: int) -> str | None:
-    """Return why a sequence cannot be cut after this many children: a weight or buffer is on both sides."""
-    before, after = [*children.items()][:place], [*children.items()][place:]
-    known = {memory_of(tensor) for name, layer in before for _, tensor in _named_tensors(name, layer)}
-    tensors = (named for name, layer in after for named in _named_tensors(name, layer))
-    both = (path for path, tensor in tensors if memory_of(tensor) in known)
-    first = next(both, None)
-    return None if first is None else f"{first} is used on both sides"
-
-
-def _named_tensors(name: str, layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from layer.named_parameters(name)
-    yield from layer.named_buffers(name)

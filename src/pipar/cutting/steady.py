@@ -19,8 +19,8 @@ def steady_layers(model: nn.Sequential, example: Inputs) -> int:
     """Return how many first layers are frozen and compute each sample by itself, without random numbers.
 
     It is tried in float64, unless recorded operations fix the dtype of the network, such as zeros that an LSTM starts
-    from: a sample goes through the layers by itself and in two different batches. Layers that mix samples, draw random
-    numbers, change their buffers or do not take a single sample end the count.
+    from: a sample goes through the layers by itself and at two places of different batches. Layers that mix samples,
+    draw random numbers, change their buffers or do not take a single sample end the count.
     """
     frozen = frozen_layers(model)
     if not frozen:
@@ -34,7 +34,7 @@ def steady_layers(model: nn.Sequential, example: Inputs) -> int:
 def _steady(model: nn.Sequential, example: Inputs, frozen: int, dtype: torch.dtype) -> int:
     network = copy.deepcopy(model).to(dtype).train()
     samples = in_dtype(drawn_like(example, 3, seed=2), dtype)
-    alone, *pairs = [_some(samples, rows) for rows in ([0], [0, 1], [0, 2])]  # alone, as a device computes it
+    alone, *pairs = [_some(samples, rows) for rows in ([0], [0, 1], [2, 0])]  # alone, as a device computes it
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for number, layer in enumerate(list(named_layers(network).values())[:frozen]):
             before, drawn = [buffer.clone() for buffer in layer.buffers()], random_numbers()
@@ -44,7 +44,7 @@ def _steady(model: nn.Sequential, example: Inputs, frozen: int, dtype: torch.dty
             except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
                 return number  # it does not take a single sample, as batch normalisation does not
             changed = any(not torch.equal(old, new) for old, new in zip(before, layer.buffers(), strict=True))
-            if changed or drawn != random_numbers() or not all(_same_first_row(alone, pair) for pair in pairs):
+            if changed or drawn != random_numbers() or not all(map(_same_rows, (alone, alone), pairs, (0, 1))):
                 return number
     return frozen
 
@@ -53,16 +53,16 @@ def _some(samples: Inputs, rows: list[int]) -> Any:
     return mapped(samples, lambda tensor: tensor[rows])
 
 
-def _same_first_row(alone: Any, pair: Any) -> bool:
-    """Return True if one sample gives the first row of two samples, in every tensor that a layer returns."""
+def _same_rows(alone: Any, pair: Any, place: int) -> bool:
+    """Return True if one sample gives the row at its place of two samples, in every tensor that a layer returns."""
     rows, pairs = tensors_of(alone), tensors_of(pair)
-    return len(rows) == len(pairs) and all(map(_same_row, rows, pairs))
+    return len(rows) == len(pairs) and all(_same_row(one, two, place) for one, two in zip(rows, pairs, strict=True))
 
 
-def _same_row(alone: Any, pair: Any) -> bool:
+def _same_row(alone: Any, pair: Any, place: int) -> bool:
     if not isinstance(alone, Tensor) or not pair.ndim or alone.shape != (1, *pair.shape[1:]):
         return False
     if not alone.is_floating_point():
-        return torch.equal(alone[0], pair[0])
+        return torch.equal(alone[0], pair[place])
     close = (1e-9, 1e-12) if alone.dtype == torch.float64 else (1e-5, 1e-6)
-    return torch.allclose(alone[0], pair[0], *close)
+    return torch.allclose(alone[0], pair[place], *close)

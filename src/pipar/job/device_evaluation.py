@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipar.cutting.frozen import frozen_names
+from pipar.cutting.line import writes_weights
 from pipar.cutting.split import whole_module
 from pipar.data.images import Images
 from pipar.errors import ProtocolError
@@ -30,16 +31,16 @@ class Outline:
 
     def __init__(self, model: nn.Sequential) -> None:
         """Take a network, whose parameters are emptied."""
-        self._module = whole_module(model)
+        self._module, self._writes_weights = whole_module(model), writes_weights(model)
         self.frozen = frozen_names(model)
         self.shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
         for weight in self._module.parameters():
             weight.data = weight.new_empty(0)
 
     def filled(self, state: Mapping[str, Tensor]) -> nn.Module:
-        """Return the user's own module in eval mode with these tensors; weights are not copied."""
+        """Return the user's own module in eval mode with these tensors; weights are copied only if need be."""
         weights = {
-            id(weight): nn.Parameter(state[name], requires_grad=False)
+            id(weight): nn.Parameter(state[name].clone() if self._writes_weights else state[name], requires_grad=False)
             for name, weight in self._module.named_parameters()
         }
         module = copy.deepcopy(self._module, weights).eval()

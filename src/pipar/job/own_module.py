@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 from torch import nn
 
-from pipar.errors import ModelError, describe
 from pipar.job.own_object import OwnObject
+from pipar.networks.models import copy_of
 
 
 class OwnModule(OwnObject[nn.Module]):
@@ -15,10 +13,4 @@ class OwnModule(OwnObject[nn.Module]):
 
     def copy(self) -> nn.Module:
         """Return a copy of the module with its weights; its class is not copied."""
-        module = self.get()
-        try:
-            return copy.deepcopy(module)
-        except Exception as error:
-            raise ModelError(
-                f"{type(module).__name__} cannot be copied, which training needs: {describe(error)}."
-            ) from error
+        return copy_of(self.get())

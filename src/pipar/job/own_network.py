@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from pipar.cutting.line import Line, line_of, whole_line
-from pipar.cutting.named_cuts import named_line, unshared_line, uses_twice
+from pipar.cutting.named_cuts import named_line
+from pipar.cutting.sequence import grouped_line, sequence_line, uses_twice
 from pipar.events import Observer, Preparing
 from pipar.job.cut_cache import kept_line
 from pipar.networks.models import (
     check_fits,
     check_step,
     hides_effects,
+    is_known,
     is_sequential,
 )
 from pipar.tasks.task import Task
@@ -48,11 +50,11 @@ class OwnNetworkCutter:
 
     def _sequence(self, model: nn.Sequential, example: Inputs) -> nn.Sequential:
         check_step(model, self.form, self.task)
-        if self.splits and uses_twice(model):
-            return unshared_line(model, example)
-        if not hides_effects(model, example):
-            return model
-        return unshared_line(model, example) if self.splits else whole_line(model, example)
+        if not self.splits:
+            return whole_line(model, example) if hides_effects(model, example) else model
+        line = grouped_line(model, example, is_known=all(map(is_known, model.modules())))
+        is_plain = not uses_twice(model) and not hides_effects(model, example)
+        return line or (model if is_plain else sequence_line(model, example))
 
     def _line(self, model: nn.Module, example: Inputs) -> Line:
         """Return the line of a network of which no stages are kept on disk."""

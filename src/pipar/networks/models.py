@@ -87,8 +87,12 @@ def check_module(model: object) -> nn.Module:
 
     An nn.Sequential must have layers.
     """
+    if isinstance(model, type):
+        raise ModelError(
+            f"the model is the class {model.__name__}, but it must be a torch.nn.Module: pass an instance."
+        )
     if not isinstance(model, nn.Module):
-        raise ModelError(f"the model is a {type(model).__name__}, but it must be a torch.nn.Module.")
+        raise ModelError(f"the model is of type {type(model).__name__}, but it must be a torch.nn.Module.")
     if isinstance(model, nn.Sequential) and len(model) == 0:
         raise ModelError("the model is an nn.Sequential without layers: give it at least one.")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -101,12 +105,30 @@ def check_module(model: object) -> nn.Module:
                 f"the model's {name} is on the device '{tensor.device}', but training starts on the CPU: "
                 f"{_ON_THE_CPU.get(tensor.device.type, 'call model.cpu() first')}."
             )
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ModelError(
+                f"the model's state_dict() has {name!r}, a {type(value).__name__}, but only tensors can be averaged: "
+                "remove get_extra_state() from the module, or keep its state in buffers."
+            )
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ModelError("the model has a module of torch.jit, which cannot be copied: use the module without jit.")
     if hooked := hooked_parameter(model):
         raise ModelError(
             f"the model's {hooked} has a hook on its gradient, which is lost in copies of the model: remove the "
             "hook, or change the gradient in a torch.autograd.Function of the forward."
         )
     return model
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a network with its weights; raise ModelError if it cannot be copied."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied, which training needs: {describe(error)}."
+        ) from error
 
 
 def is_sequential(model: nn.Module) -> bool:
@@ -178,15 +200,20 @@ def counts_forwards(model: nn.Module) -> bool:
 
 def hides_effects(model: nn.Sequential, example: Inputs) -> bool:
     """Return True if a sequence does what cannot be told from the classes of its modules."""
-    if all(map(_is_known, model.modules())):
+    if all(map(is_known, model.modules())):
         return False
     effects = effects_of(model, example)
     shown = ForwardEffects(uses_batch_statistics(model), uses_dropout(model))
     return effects not in (shown, ForwardEffects())
 
 
-def _is_known(module: nn.Module) -> bool:
-    """Return True for a module that does what its class says; another one with buffers may write to them."""
+def is_known(module: nn.Module) -> bool:
+    """Return True for a module that does what its class says; another one with buffers may write to them.
+
+    An embedding with a largest norm writes to its weights, and a hook may do anything.
+    """
+    if getattr(module, "max_norm", None) or any(getattr(module, hooks) for hooks in _FORWARD_HOOKS):
+        return False
     is_of_torch = type(module).__module__.partition(".")[0] in _KNOWN_PACKAGES
     return is_of_torch and (isinstance(module, _BatchNorm) or not any(True for _ in module.buffers(recurse=False)))
 
@@ -246,9 +273,8 @@ def _run_on_example(model: nn.Module, form: InputForm) -> object:
     """Return the output for two inputs of this form, with the dtype and torch device of the weights."""
     floating = (parameter for parameter in model.parameters() if parameter.is_floating_point())
     like = next(floating, torch.empty(0))
-    # Of a copy that shares the weights: a forward may change buffers, in eval mode, too.
-    whole = model.whole if isinstance(model, Line) else model
-    copied = copy.deepcopy(whole, {id(weight): weight for weight in whole.parameters()}).eval()
+    # Of a copy: a forward may change buffers and weights, in eval mode, too.
+    copied = copy_of(model.whole if isinstance(model, Line) else model).eval()
     with torch.no_grad():
         output: object = call(copied, form.example(2, like.dtype, like.device))
     return output

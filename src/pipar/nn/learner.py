@@ -15,6 +15,7 @@ from pipar import random_streams
 from pipar.aggregation.aggregators import Aggregator, DeviceModel, FedAvg
 from pipar.aggregation.update_check import UpdateCheck, batch_momenta
 from pipar.cutting.frozen import changing_state, frozen_layers, frozen_names
+from pipar.cutting.line import writes_weights
 from pipar.cutting.split import join_states, part_of_state, split_model, whole_module
 from pipar.errors import (
     InputError,
@@ -285,7 +286,8 @@ class TorchLearner:
     def evaluator(self) -> Evaluator:
         """Return what evaluates the current model; it keeps that model while training changes the global one."""
         # Weights are shared; buffers are copied, because a forward may write to them.
-        weights = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in self.model.parameters()}
+        shared = () if writes_weights(self.model) else self.model.parameters()
+        weights = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in shared}
         model = copy.deepcopy(whole_module(self.model), weights).eval()
         return Evaluator(model, self._settings.task, self._settings.metrics, self._settings.monitor)
 
