@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.record import Claim
-from pipar.cutting.line import Line, line_of
+from pipar.cutting.stage_line import Line, line_of
 from pipar.errors import ModelError
 from pipar.networks.models import check_fits
 from pipar.tasks.task import classification

@@ -28,7 +28,6 @@ from torch import nn
 
 from benchmarks.many_devices import ServerLog
 from benchmarks.record import Claim
-from pipar.dashboard.serve import THREAD
 from pipar.device.interfaces import Equipment
 from pipar.events import ignore
 from pipar.execution.lanes import ThreadLanes
@@ -36,6 +35,7 @@ from pipar.job.model_setup import part_builder
 from pipar.job.profiles import measured_profile
 from pipar.job.workload import Workload
 from pipar.launch.assemble import run_device
+from pipar.live_page.serve import THREAD
 from pipar.settings.config import device_specs
 from pipar.settings.config_file import load_config
 from pipar.transport.backoff import Backoff

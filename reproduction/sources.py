@@ -12,7 +12,7 @@ import pipar
 from pipar.data.catalog import data_folder, dataset_info, find
 
 #: Packages of pipar on which no number of a virtual testbed depends: what users see and operate.
-_NEVER = ("cli", "dashboard", "monitoring", "recording", "report", "scripting")
+_NEVER = ("cli", "live_page", "monitoring", "recording", "report", "scripting")
 #: Modules of other packages that only a deployment or a replay runs.
 _OTHERS = ("launch/deployed_*.py", "launch/replay*.py")
 _HERE = Path(__file__).parent

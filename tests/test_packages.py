@@ -134,7 +134,7 @@ def test_a_timing_only_run_imports_neither_torch_nor_grpc(tmp_path: Path, monkey
 
 
 #: Of packages that may import these libraries, modules that start without them.
-LIGHT = ("cli", "dashboard.serve", "job.prepare", "launch.virtual", "transport.in_memory", "transport.channel")
+LIGHT = ("cli", "live_page.serve", "job.prepare", "launch.virtual", "transport.in_memory", "transport.channel")
 
 
 IMPORT_EACH = """

@@ -3,15 +3,15 @@
 Where to find the paper: Algorithm 1 in `device.program`, Algorithm 2 in `server.program`, the stage graph in
 `execution.stages`, the estimate in `planner.paper_estimate`, the choice of P and N in `planner.search`. The wire format
 is in `wire.frames`, exact encodings in `wire.exact`, the checkpoint format in `storage.checkpoint`, the live page in
-`dashboard.web`.
+`live_page.web`.
 
 Packages, in reading order: `networks` (those that come with pipar), `cutting` (where a network can be cut), `tasks`
 (losses, targets and scores), `tensors` (what crosses a cut), `nn` (training on both sides of it), `aggregation` (the
 next global model), `data`, `execution` (work on lanes in time), `wire` (messages and their bytes), `transport`
 (connections), `privacy`, `leakage` (what cuts reveal), `profiling` (what a network costs on a machine), `planner`,
 `device`, `server`, `job` (from a configuration to a training with every choice made), `storage` (the files of a run),
-`monitoring`, `recording` (the flight recorder), `report` (the page of a run), `dashboard` (the live page), `launch`
-(starting the programs), `cli`, `scripting` (objects for scripts and notebooks).
+`monitoring`, `recording` (the flight recorder), `report` (the page of a run), `live_page`, `launch` (starting the
+programs), `cli`, `scripting` (objects for scripts and notebooks).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from support.networks import Reversed
 from torch import Tensor, nn
 
 from pipar.cutting.cut_check import differs
-from pipar.cutting.line import Line, line_of_stages
 from pipar.cutting.named_cuts import named_line
+from pipar.cutting.stage_line import Line, line_of_stages
 from pipar.errors import ModelError
 
 EXAMPLE = torch.zeros(2, 4)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipar.cutting import named_cuts as module
-from pipar.cutting.line import Line
 from pipar.cutting.named_cuts import named_line
 from pipar.cutting.split import join_states, named_layers, split_model
+from pipar.cutting.stage_line import Line
 from pipar.errors import ModelError
 from pipar.tensors.inputs import tensors_of
 

@@ -10,8 +10,8 @@ import torch
 from support.networks import Applied, Keeping, Restoring
 from torch import nn
 
-from pipar.cutting.line import Line
 from pipar.cutting.sequence import grouped_line, uses_twice
+from pipar.cutting.stage_line import Line
 
 EXAMPLE = torch.zeros(2, 4)
 DIFFERS = "a step through it differs from that of the uncut network"

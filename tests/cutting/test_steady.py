@@ -9,7 +9,7 @@ import torch
 from support.networks import Recurrent, Residual
 from torch import nn
 
-from pipar.cutting.line import line_of
+from pipar.cutting.stage_line import line_of
 from pipar.cutting.steady import steady_layers
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipar.cutting.graph_data import NotPlainError, graph_from_data, tensor_from_data, tensor_to_data
-from pipar.cutting.line import Line, differs, line_of, whole_line
 from pipar.cutting.saved_line import line_from_data, line_to_data
 from pipar.cutting.split import named_layers
+from pipar.cutting.stage_line import Line, differs, line_of, whole_line
 from pipar.events import Preparing
-from pipar.job import own_network
+from pipar.job import user_network
 from pipar.job.network_code import network_text
 from pipar.job.user_objects import UserObjects
 from pipar.job.workload import Workload
@@ -96,7 +96,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(type(network).__name__)
         return line_of(network, *rest)
 
-    monkeypatch.setattr(own_network, "line_of", counted)
+    monkeypatch.setattr(user_network, "line_of", counted)
     return names
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipar.job.own_function import OwnFunction
+from pipar.job.passed_function import PassedFunction
 from pipar.job.profiles import _functions_key, count_network
 from pipar.job.user_objects import UserObjects
 from pipar.job.workload import Workload
@@ -74,7 +74,7 @@ def test_a_network_of_pipar_has_the_same_shares_for_images_of_any_shape() -> Non
 
 def made_by(optimizer: Any) -> dict[str, object]:
     config = config_from({"optimizer": {"factory": "own:make"}})
-    return _functions_key(Workload(config, UserObjects(optimizer=OwnFunction(optimizer))))
+    return _functions_key(Workload(config, UserObjects(optimizer=PassedFunction(optimizer))))
 
 
 class Maker:

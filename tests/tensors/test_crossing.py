@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipar.cutting.line import Line
+from pipar.cutting.stage_line import Line
 from pipar.errors import ProtocolError
 from pipar.nn.device_part import TorchDevicePart
 from pipar.nn.micro_batches import MicroBatch

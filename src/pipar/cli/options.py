@@ -238,7 +238,7 @@ def live_page(address: str | None, token: str | None, announce: Callable[[str], 
         raise InputError(
             f"--dashboard {address} is not an address: write HOST:PORT, or --dashboard after all other words."
         )
-    from pipar.dashboard.serve import served
+    from pipar.live_page.serve import served
 
     with served(address, token) as dashboard:
         is_announced = False

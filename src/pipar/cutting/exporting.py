@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from pipar.cutting.custom_backward import custom_backward
 from pipar.cutting.forward_effects import unrecorded_state
-from pipar.cutting.own_backward import own_backward
 from pipar.cutting.recorded_graph import attribute
 from pipar.errors import ModelError
 from pipar.tensors.inputs import Inputs, rebuilt, tensors_of
@@ -67,7 +67,7 @@ def _attributes_kept(network: nn.Module) -> Iterator[None]:
 def _lost(network: nn.Module, example: Inputs) -> str | None:
     """Return why a recording would not train as the network does; None if it would."""
     try:
-        own = own_backward(network, example)
+        own = custom_backward(network, example)
         state = unrecorded_state(network, example)
     except Exception as error:
         raise NoRecordingError(type(network).__name__, _cause(error, "")) from error

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from pipar.cutting.chain import NoChainError, chained_stages, check_names
+from pipar.cutting.consecutive_modules import NoChainError, chained_stages, check_names
 from pipar.cutting.cut_check import differs, dtype_of
 from pipar.cutting.cut_points import CutList
 from pipar.cutting.exporting import NoRecordingError
-from pipar.cutting.line import (
+from pipar.cutting.listing import cuts_at, layer_cuts
+from pipar.cutting.stage_line import (
     Line,
     Progress,
     fitting,
@@ -19,7 +20,6 @@ from pipar.cutting.line import (
     whole_line,
     with_effects,
 )
-from pipar.cutting.listing import cuts_at, layer_cuts
 from pipar.cutting.traced import CutPoint, TracedNetwork
 from pipar.errors import ModelError
 from pipar.tensors.inputs import Inputs

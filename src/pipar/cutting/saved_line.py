@@ -19,8 +19,8 @@ from pipar.cutting.graph_data import (
     tensor_from_data,
     tensor_to_data,
 )
-from pipar.cutting.line import Line, Stage, line_of_stages
 from pipar.cutting.recorded_graph import attribute
+from pipar.cutting.stage_line import Line, Stage, line_of_stages
 from pipar.tensors.inputs import Inputs
 
 #: Constants of a network that need more than this are not kept.

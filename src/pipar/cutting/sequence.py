@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from pipar.cutting.cut_check import differs, differs_in, dtype_of
 from pipar.cutting.cut_points import NotOffered
-from pipar.cutting.line import Line, line_of_stages, whole_line, with_effects
 from pipar.cutting.listing import layer_cuts
 from pipar.cutting.recorded_graph import memory_of
+from pipar.cutting.stage_line import Line, line_of_stages, whole_line, with_effects
 from pipar.tensors.crossing import CROSSING_DTYPES
 from pipar.tensors.inputs import Inputs, call, drawn_like, in_dtype
 

@@ -8,7 +8,7 @@ from itertools import chain
 
 from torch import Tensor, nn
 
-from pipar.cutting.line import Line
+from pipar.cutting.stage_line import Line
 from pipar.errors import PlanError
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipar.cutting.chain import is_inside, places_after
+from pipar.cutting.consecutive_modules import is_inside, places_after
 from pipar.cutting.exporting import recorded
 from pipar.cutting.recorded_graph import (
     SIZE,

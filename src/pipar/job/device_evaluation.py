@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipar.cutting.frozen import frozen_names
-from pipar.cutting.line import writes_weights
 from pipar.cutting.split import whole_module
+from pipar.cutting.stage_line import writes_weights
 from pipar.data.images import Images
 from pipar.errors import ProtocolError
 from pipar.job.held_out import batches_without_noise

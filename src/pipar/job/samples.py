@@ -13,13 +13,13 @@ import torch
 from pipar.data.catalog import SYNTHETIC_SAMPLES
 from pipar.data.datasets import load_dataset
 from pipar.data.images import Dataset, Images
-from pipar.data.own_samples import factory_images
-from pipar.data.own_sets import factory_sets
 from pipar.data.partition import device_sizes, held_out_rows
 from pipar.data.shard import SamplePrivacy, Shard
+from pipar.data.user_datasets import factory_sets
+from pipar.data.user_samples import factory_images
 from pipar.errors import ConfigError, DataError
 from pipar.job.held_out import evaluation_batches
-from pipar.job.own_function import OWN
+from pipar.job.passed_function import OWN
 from pipar.job.user_objects import UserObjects, partitioned
 from pipar.nn.learner import Batches
 from pipar.settings.config import Config, check_private_evaluation, device_specs
@@ -62,13 +62,13 @@ class Samples:
         return self._config.data.factory or self._config.data.name
 
     @property
-    def _has_own_sets(self) -> bool:
+    def _has_user_sets(self) -> bool:
         return self._own.training is not None or self._config.data.factory is not None
 
     @property
     def has_catalog_form(self) -> bool:
         """True if the form of a named dataset is known without its files."""
-        return not self._has_own_sets and self._own.form is not None
+        return not self._has_user_sets and self._own.form is not None
 
     @cached_property
     def _dataset(self) -> Dataset:
@@ -112,7 +112,7 @@ class Samples:
 
     def shard(self, device: str) -> Shard:
         """Return the samples of one device."""
-        if not self._has_own_sets:
+        if not self._has_user_sets:
             return self._shards[device]
         if device not in self._own_shards:  # a factory may be slow, so it is called once for each name
             images, kept = self._own_images(device)
@@ -151,7 +151,7 @@ class Samples:
 
     def sizes(self) -> dict[str, int]:
         """Return the number of samples of each device."""
-        if self._has_own_sets:
+        if self._has_user_sets:
             return {name: len(self.shard(name)) for name in self._names}
         return {name: len(shard) for name, shard in self._shards.items()}
 
@@ -236,7 +236,7 @@ class Samples:
         """What one sample is; integers with the range of all devices' samples."""
         if self._own.form is not None:
             return self._own.form
-        if not self._has_own_sets:
+        if not self._has_user_sets:
             return InputForm.given(self._dataset.input_shape)
         first = self.shard(self._names[0]).images.form
         if all(tensor.dtype is None for tensor in first.tensors):
@@ -248,7 +248,7 @@ class Samples:
     def classes(self) -> int:
         if self._own.classes is not None:
             return self._own.classes
-        if not self._has_own_sets:
+        if not self._has_user_sets:
             return self._dataset.classes
         if self._config.data.classes is not None:
             return self._config.data.classes
@@ -274,7 +274,7 @@ class Samples:
     def target_form(self) -> InputForm:
         if self._own.targets is not None:
             return self._own.targets
-        if not self._has_own_sets:
+        if not self._has_user_sets:
             return ONE_LABEL
         if self._own.knows_no_data:
             return self._expected_targets()
@@ -287,7 +287,7 @@ class Samples:
 
     def check_samples(self) -> None:
         """Raise DataError if the devices' samples differ in shape, or have labels beyond the number of classes."""
-        if self._has_own_sets:
+        if self._has_user_sets:
             for name in self._names:
                 self._check_images(self.shard(name).images, f"the data of {name}")
         for name in self._names if self._has_own_evaluation else ():

@@ -10,12 +10,12 @@ import numpy as np
 
 from pipar.data.catalog import dataset_info
 from pipar.data.images import Images
-from pipar.data.own_samples import dataset_images
-from pipar.data.own_sets import is_list_of_datasets
 from pipar.data.partition import device_sizes, partition
+from pipar.data.user_datasets import is_list_of_datasets
+from pipar.data.user_samples import dataset_images
 from pipar.errors import ConfigError, DataError
-from pipar.job.own_function import OF_PARAMETERS, OwnFunction, checked_function
-from pipar.job.own_module import OwnModule
+from pipar.job.passed_function import OF_PARAMETERS, PassedFunction, checked_function
+from pipar.job.passed_module import PassedModule
 from pipar.networks.models import (
     check_module,
 )
@@ -32,7 +32,7 @@ class UserObjects:
     another device.
     """
 
-    model: OwnModule | None = None
+    model: PassedModule | None = None
     training: Mapping[str, Images] | None = None  # by device name
     evaluation: Mapping[str, Images] | None = None  # likewise: what devices evaluate models on
     validation: Images | None = None
@@ -40,9 +40,9 @@ class UserObjects:
     form: InputForm | None = None  # of one sample
     targets: InputForm | None = None  # of one sample's targets
     classes: int | None = None
-    loss: OwnFunction | None = None
-    metrics: Mapping[str, OwnFunction] = field(default_factory=dict)  # by name
-    optimizer: OwnFunction | None = None  # makes the optimiser of a part
+    loss: PassedFunction | None = None
+    metrics: Mapping[str, PassedFunction] = field(default_factory=dict)  # by name
+    optimizer: PassedFunction | None = None  # makes the optimiser of a part
     knows_no_data: bool = False  # as the server of a deployment, where a factory is called on devices only
 
     @classmethod
@@ -60,7 +60,7 @@ class UserObjects:
     ) -> UserObjects:
         """Return the user's objects, checked; a single dataset is partitioned over the devices."""
         return cls(
-            model=None if model is None else OwnModule(check_module(model)),
+            model=None if model is None else PassedModule(check_module(model)),
             training=None if datasets is None else _by_device(config, datasets),
             evaluation=None if evaluation is None else _evaluation_by_device(config, evaluation),
             validation=None if validation is None else dataset_images(validation, config.task),

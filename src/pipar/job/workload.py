@@ -13,16 +13,16 @@ from torch import nn
 
 from pipar.cutting.cut_points import CutList
 from pipar.cutting.frozen import check_stays_frozen, check_trains, freeze
-from pipar.cutting.line import Line
 from pipar.cutting.listing import layer_cuts
 from pipar.cutting.split import named_layers
+from pipar.cutting.stage_line import Line
 from pipar.cutting.steady import steady_layers
 from pipar.errors import ConfigError, ModelError
 from pipar.events import Observer, ignore
 from pipar.job.device_evaluation import HeldOutSamples, Judgement, Outline
-from pipar.job.own_function import OWN
-from pipar.job.own_network import OwnNetworkCutter
+from pipar.job.passed_function import OWN
 from pipar.job.samples import Samples
+from pipar.job.user_network import UserNetworkCutter
 from pipar.job.user_objects import UserObjects
 from pipar.leakage.table import Subject
 from pipar.methods import METHODS
@@ -190,7 +190,7 @@ class Workload:
         if not is_own or self._is_plain:
             return cast(nn.Sequential, model)
         splits = METHODS[self.config.run.method].splits
-        cut = OwnNetworkCutter(
+        cut = UserNetworkCutter(
             self.config.model.cut_points, self.samples.form, self.task, self.dtype, self.observe, splits=splits
         ).cut(model)
         if not isinstance(cut, Line):

@@ -256,21 +256,21 @@ def with_functions(
         )
     if loss is None and not metrics and optimizer is None:
         return config
-    from pipar.job.own_function import OWN, own_name
+    from pipar.job.passed_function import OWN, passed_name
 
     task, steps = (one.model_dump(exclude_unset=True) for one in (config.task, config.optimizer))
     if loss is not None:
-        task["loss"] = own_name(loss)
+        task["loss"] = passed_name(loss)
     task["metrics"] = [*config.task.metrics, *(f"{OWN}:{name}" for name in metrics or {})]
     if optimizer is not None:
-        steps["factory"] = own_name(optimizer)
+        steps["factory"] = passed_name(optimizer)
     tree = {name: getattr(config, name) for name in config.model_fields_set}
     return config_from({**tree, "task": task, "optimizer": steps})
 
 
 def _devices_for(datasets: Any) -> dict[str, Any]:
     """Return a [[devices]] section with one device for each dataset; nothing for a single dataset to partition."""
-    from pipar.data.own_sets import is_list_of_datasets  # imports torch
+    from pipar.data.user_datasets import is_list_of_datasets  # imports torch
 
     if isinstance(datasets, Mapping):
         return {"devices": [{"name": name} for name in datasets]}

@@ -13,10 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
+from pipar.cutting.custom_backward import hooked_parameter
 from pipar.cutting.cut_check import dtype_of
 from pipar.cutting.forward_effects import ForwardEffects, effects_of
-from pipar.cutting.line import Line
-from pipar.cutting.own_backward import hooked_parameter
+from pipar.cutting.stage_line import Line
 from pipar.errors import ModelError, describe
 from pipar.networks.blocks import NORMS
 from pipar.networks.mobilenet import mobilenetv3_large, mobilenetv3_small

@@ -15,8 +15,8 @@ from pipar import random_streams
 from pipar.aggregation.aggregators import Aggregator, DeviceModel, FedAvg
 from pipar.aggregation.update_check import UpdateCheck, batch_momenta
 from pipar.cutting.frozen import changing_state, frozen_layers, frozen_names
-from pipar.cutting.line import writes_weights
 from pipar.cutting.split import join_states, part_of_state, split_model, whole_module
+from pipar.cutting.stage_line import writes_weights
 from pipar.errors import (
     InputError,
     PiparError,

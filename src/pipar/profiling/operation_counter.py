@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipar.cutting.cut_check import dtype_of
-from pipar.cutting.line import Line
 from pipar.cutting.split import named_layers
+from pipar.cutting.stage_line import Line
 from pipar.profiling.operation_counts import CountedTensor, Counts, LayerCount, PassCount
 from pipar.tasks.task import Task, classification
 from pipar.tensors.inputs import InputForm, Inputs, call, tensors_of, with_gradient

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from pipar.job.own_object import OwnObject
+from pipar.job.passed_object import PassedObject
 from pipar.networks.models import copy_of
 
 
-class OwnModule(OwnObject[nn.Module]):
+class PassedModule(PassedObject[nn.Module]):
     """A module that stays the user's: a training gets copies of it."""
 
     def copy(self) -> nn.Module:

@@ -20,7 +20,7 @@ _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _REGISTERED = "torch._library.autograd"
 
 
-def own_backward(network: nn.Module, example: Inputs) -> str | None:
+def custom_backward(network: nn.Module, example: Inputs) -> str | None:
     """Return what changes the gradients of a network, as part of a sentence; None if nothing does.
 
     That is read from autograd's graph of a forward in train mode. It runs in a copy: buffers and the random state stay

@@ -6,8 +6,8 @@ import asyncio
 import json
 from itertools import count
 
-from pipar.dashboard.feed import Feed, Stream, message
 from pipar.execution.clock import run_virtually
+from pipar.live_page.feed import Feed, Stream, message
 
 
 async def taken(stream: Stream, number: int) -> list[bytes]:

@@ -18,15 +18,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipar.dashboard.access import AUTO, Access, shown_host
-from pipar.dashboard.feed import Feed
-from pipar.dashboard.history import History
-from pipar.dashboard.state import LiveState
 from pipar.events import Event, Progress, Stopping
+from pipar.live_page.access import AUTO, Access, shown_host
+from pipar.live_page.feed import Feed
+from pipar.live_page.history import History
+from pipar.live_page.state import LiveState
 from pipar.storage.run_json import strict_json
 from pipar.transport.addresses import listen_on
 
-THREAD = "dashboard"
+THREAD = "live-page"
 #: How often changes are sent to the browsers.
 REFRESH_S = 0.25
 #: Most browsers at the same time.
@@ -38,27 +38,27 @@ _REPORTING_SHARE = 0.003
 #: If more events than this are waiting, reports of progress are dropped: others follow.
 _MOST_WAITING = 10_000
 
-_log = logging.getLogger("pipar.dashboard")
+_log = logging.getLogger("pipar.live_page")
 
 
 @contextlib.contextmanager
-def served(address: str, token: str | None = None) -> Iterator[Dashboard]:
+def served(address: str, token: str | None = None) -> Iterator[LivePage]:
     """Yield a live page at HOST:PORT until the block ends; its last state shows how the block ended."""
-    dashboard = Dashboard(address, token)
+    page = LivePage(address, token)
     trouble = ""
     try:
-        yield dashboard
+        yield page
     except KeyboardInterrupt:
-        dashboard.observe(Stopping("It was interrupted."))
+        page.observe(Stopping("It was interrupted."))
         raise
     except Exception as error:
         trouble = str(error)
         raise
     finally:
-        dashboard.stop(trouble)
+        page.stop(trouble)
 
 
-class Dashboard:
+class LivePage:
     """The live page; it listens from its construction until `stop` has returned."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
@@ -121,7 +121,7 @@ class _Program:
         self._should_end.set()
 
     async def _serve(self, listening: socket.socket) -> None:
-        from pipar.dashboard.web import application, page_server
+        from pipar.live_page.web import application, page_server
         from pipar.monitoring.http_server import cut_off_all
 
         server = page_server(application(self._feed, self._access, listening.getsockname()[1]), _SHUTDOWN_S)

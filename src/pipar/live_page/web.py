@@ -20,8 +20,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipar.dashboard.access import Access
-from pipar.dashboard.feed import Feed
+from pipar.live_page.access import Access
+from pipar.live_page.feed import Feed
 from pipar.monitoring.http_server import DeadlineProtocol, cut_off, http_server
 from pipar.report.page import render
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipar.dashboard.history import History
 from pipar.events import EpochResult, EquivalenceChanged, Joined, Pictured, Replanned, Started
 from pipar.execution.spans import Span
+from pipar.live_page.history import History
 from pipar.settings.config_file import config_from, dump_config
 
 CONFIG = config_from(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from pipar.dashboard.state import MOST_ROWS, LiveState
 from pipar.events import (
     Away,
     Back,
@@ -31,6 +30,7 @@ from pipar.events import (
     Stopping,
     Waiting,
 )
+from pipar.live_page.state import MOST_ROWS, LiveState
 from pipar.monitoring.progress import TimeEstimate
 
 

@@ -12,13 +12,13 @@ from support.networks import Attention, Block, Branching, Encoder, Guarded, Recu
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from pipar.cutting import line as line_module
+from pipar.cutting import stage_line as line_module
 from pipar.cutting.cut_check import differs
-from pipar.cutting.line import Line, line_of, line_of_stages, thinned, whole_line
 from pipar.cutting.listing import layer_cuts
 from pipar.cutting.split import join_states, named_layers, split_model
+from pipar.cutting.stage_line import Line, line_of, line_of_stages, thinned, whole_line
 from pipar.cutting.traced import CutPoint, TracedNetwork
-from pipar.data.own_samples import dataset_images
+from pipar.data.user_samples import dataset_images
 from pipar.errors import ModelError
 from pipar.networks.models import build_model, uses_batch_statistics, uses_dropout
 from pipar.nn.optimizers import sgd

@@ -20,14 +20,14 @@ from typing import Any
 import pytest
 from support.waiting import PATIENCE_S
 
-from pipar.dashboard import serve, web
-from pipar.dashboard.access import Access
-from pipar.dashboard.history import History
-from pipar.dashboard.serve import Dashboard, served
-from pipar.dashboard.state import LiveState
 from pipar.errors import InputError, TrainingError
 from pipar.events import Event, Joined, Lost, Progress, Started
 from pipar.execution.clock import run_virtually
+from pipar.live_page import serve, web
+from pipar.live_page.access import Access
+from pipar.live_page.history import History
+from pipar.live_page.serve import LivePage, served
+from pipar.live_page.state import LiveState
 from pipar.monitoring import http_server
 
 TOKEN = "correct-horse-battery"
@@ -35,8 +35,8 @@ _PLACE = re.compile(r"http://([^:/]+):(\d+)/")
 
 
 @contextlib.contextmanager
-def opened(token: str | None = None, address: str = "127.0.0.1:0") -> Iterator[Dashboard]:
-    dashboard = Dashboard(address, token)
+def opened(token: str | None = None, address: str = "127.0.0.1:0") -> Iterator[LivePage]:
+    dashboard = LivePage(address, token)
     try:
         yield dashboard
     finally:
@@ -44,19 +44,19 @@ def opened(token: str | None = None, address: str = "127.0.0.1:0") -> Iterator[D
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Dashboard]:
+def page() -> Iterator[LivePage]:
     """One page for the tests that only ask."""
     with opened() as dashboard:
         yield dashboard
 
 
-def place(dashboard: Dashboard) -> tuple[str, int]:
+def place(dashboard: LivePage) -> tuple[str, int]:
     match = _PLACE.match(dashboard.url)
     assert match is not None
     return match[1], int(match[2])
 
 
-def ask(dashboard: Dashboard, path: str = "/", method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+def ask(dashboard: LivePage, path: str = "/", method: str = "GET", **headers: str) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection(*place(dashboard), timeout=PATIENCE_S)
     connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
     return connection.getresponse()
@@ -65,7 +65,7 @@ def ask(dashboard: Dashboard, path: str = "/", method: str = "GET", **headers: s
 class Watcher:
     """A browser's stream of events."""
 
-    def __init__(self, dashboard: Dashboard, **headers: str) -> None:
+    def __init__(self, dashboard: LivePage, **headers: str) -> None:
         self._answer = ask(dashboard, "/events", **headers)
         assert self._answer.status == 200
         self.kind = self._answer.headers["content-type"]
@@ -91,7 +91,7 @@ class Watcher:
 
 
 @contextlib.contextmanager
-def watching(dashboard: Dashboard, **headers: str) -> Iterator[Watcher]:
+def watching(dashboard: LivePage, **headers: str) -> Iterator[Watcher]:
     watcher = Watcher(dashboard, **headers)
     try:
         yield watcher
@@ -106,7 +106,7 @@ def states_of(state: dict[str, Any]) -> dict[str, str]:
 # --- the page and its headers
 
 
-def test_the_page_is_complete_and_may_run_only_its_own_scripts(page: Dashboard) -> None:
+def test_the_page_is_complete_and_may_run_only_its_own_scripts(page: LivePage) -> None:
     answer = ask(page)
     html, policy = answer.read().decode(), answer.headers["content-security-policy"]
     assert answer.status == 200
@@ -120,7 +120,7 @@ def test_the_page_is_complete_and_may_run_only_its_own_scripts(page: Dashboard) 
 
 
 @pytest.mark.parametrize("path", ["/", "/nowhere", "/favicon.ico"])
-def test_every_answer_has_security_headers(page: Dashboard, path: str) -> None:
+def test_every_answer_has_security_headers(page: LivePage, path: str) -> None:
     headers = ask(page, path).headers
     assert (headers["x-frame-options"], headers["x-content-type-options"]) == ("DENY", "nosniff")
     assert (headers["cache-control"], headers["referrer-policy"]) == ("no-store", "no-referrer")
@@ -128,19 +128,19 @@ def test_every_answer_has_security_headers(page: Dashboard, path: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "method", "status"), [("/nowhere", "GET", 404), ("/", "POST", 405)])
-def test_other_paths_and_methods_are_refused(page: Dashboard, path: str, method: str, status: int) -> None:
+def test_other_paths_and_methods_are_refused(page: LivePage, path: str, method: str, status: int) -> None:
     assert ask(page, path, method).status == status
 
 
 # --- access
 
 
-def test_a_foreign_host_name_is_refused(page: Dashboard) -> None:
+def test_a_foreign_host_name_is_refused(page: LivePage) -> None:
     assert ask(page, Host="evil.example").status == 421
     assert ask(page, "/events", Host="evil.example").status == 421
 
 
-def test_pages_of_other_sites_get_no_stream(page: Dashboard) -> None:
+def test_pages_of_other_sites_get_no_stream(page: LivePage) -> None:
     assert ask(page, "/events", Sec_Fetch_Site="cross-site").status == 403
     assert ask(page, "/", Sec_Fetch_Site="cross-site").status == 200  # a link on another site was clicked
 
@@ -185,16 +185,16 @@ def test_a_created_token_is_in_the_url() -> None:
 )
 def test_an_invalid_address_is_refused_in_one_sentence(address: str, sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence)):
-        Dashboard(address)
+        LivePage(address)
 
 
-def test_a_port_in_use_is_refused_in_one_sentence(page: Dashboard) -> None:
+def test_a_port_in_use_is_refused_in_one_sentence(page: LivePage) -> None:
     taken = f"127.0.0.1:{place(page)[1]}"
     with pytest.raises(InputError, match=f"Cannot serve the live page on {taken}: address already in use"):
-        Dashboard(taken)
+        LivePage(taken)
 
 
-def test_the_page_is_compressed_for_browsers_that_accept_it(page: Dashboard) -> None:
+def test_the_page_is_compressed_for_browsers_that_accept_it(page: LivePage) -> None:
     plain, packed = ask(page), ask(page, Accept_Encoding="gzip, deflate, br")
     assert (plain.headers["content-encoding"], packed.headers["content-encoding"]) == (None, "gzip")
     whole, small = plain.read(), packed.read()
@@ -279,7 +279,7 @@ def test_browsers_get_the_final_state() -> None:
 # --- clients that hang
 
 
-def hanging(dashboard: Dashboard, said: bytes = b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n") -> socket.socket:
+def hanging(dashboard: LivePage, said: bytes = b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n") -> socket.socket:
     """Return a connection that asks for the stream, and never reads of it."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -289,7 +289,7 @@ def hanging(dashboard: Dashboard, said: bytes = b"GET /events HTTP/1.1\r\nHost: 
     return client
 
 
-def make_large(dashboard: Dashboard) -> None:
+def make_large(dashboard: LivePage) -> None:
     """Start a run with a large state: three kilobytes for each of a hundred devices."""
     names = [f"device-{number:03}" for number in range(100)]
     dashboard.observe(Started("runs/x", "pipar", 5, 2, dict.fromkeys(names, "P=2 N=4"), dict.fromkeys(names, 1), {}))

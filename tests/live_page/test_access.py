@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipar.dashboard.access import Access, shown_host
 from pipar.errors import InputError
+from pipar.live_page.access import Access, shown_host
 
 TOKEN = "correct-horse-battery"
 

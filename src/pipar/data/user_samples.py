@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pipar.data.images import Images
-from pipar.data.own_targets import own_target
+from pipar.data.user_targets import user_target
 from pipar.errors import DataError
 from pipar.settings.training_sections import TaskSection
 from pipar.tensors.inputs import Inputs, rebuilt, tensors_of
@@ -86,7 +86,7 @@ def _item(item: Any, at: int, task: TaskSection) -> tuple[Inputs, Inputs]:
     except (TypeError, ValueError) as error:
         raise DataError(f"item {at} of the dataset is not a pair of a sample and a target.") from error
     taken = _sample(sample, at)
-    return taken, own_target(mark, taken, f"item {at} of the dataset", task)
+    return taken, user_target(mark, taken, f"item {at} of the dataset", task)
 
 
 def _sample(sample: Any, at: int) -> Inputs:

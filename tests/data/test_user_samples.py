@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from pipar.data.own_samples import dataset_images, factory_images
+from pipar.data.user_samples import dataset_images, factory_images
 from pipar.errors import DataError
 
 

@@ -10,9 +10,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from pipar.cutting.line import Line, line_of, whole_line
 from pipar.cutting.named_cuts import named_line
 from pipar.cutting.sequence import grouped_line, sequence_line, uses_twice
+from pipar.cutting.stage_line import Line, line_of, whole_line
 from pipar.events import Observer, Preparing
 from pipar.job.cut_cache import kept_line
 from pipar.networks.models import (
@@ -27,7 +27,7 @@ from pipar.tensors.inputs import InputForm, Inputs
 
 
 @dataclass(frozen=True)
-class OwnNetworkCutter:
+class UserNetworkCutter:
     """Cuts networks that are trained for one task."""
 
     names: Sequence[str] | None  # of the modules to cut after; None: wherever it is possible

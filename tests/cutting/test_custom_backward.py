@@ -9,9 +9,9 @@ import torch
 from support.networks import Residual, Reversed
 from torch import Tensor, nn
 
+from pipar.cutting.custom_backward import custom_backward
 from pipar.cutting.exporting import NoRecordingError
 from pipar.cutting.named_cuts import named_line
-from pipar.cutting.own_backward import own_backward
 from pipar.cutting.traced import TracedNetwork
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,7 +58,7 @@ def test_a_network_that_changes_its_gradients_is_not_recorded(way: str) -> None:
 def test_a_function_without_an_effect_on_trained_weights_is_no_obstacle() -> None:
     network = Network("function")
     network.first.requires_grad_(False)
-    assert own_backward(network, EXAMPLE) is None
+    assert custom_backward(network, EXAMPLE) is None
 
 
 @pytest.mark.slow  # imports torch's compiler
@@ -72,13 +72,13 @@ def test_an_operator_with_a_registered_backward_is_no_obstacle() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + twice(self.head.bias)
 
-    assert own_backward(Operated(""), EXAMPLE) is None
+    assert custom_backward(Operated(""), EXAMPLE) is None
 
 
 def test_the_network_stays_as_it_is() -> None:
     network = Residual(norm=nn.BatchNorm2d, dropout=0.5).eval()
     before, state = copy.deepcopy(network.state_dict()), torch.get_rng_state()
-    assert own_backward(network, torch.ones(2, 1, 4, 4)) is None
+    assert custom_backward(network, torch.ones(2, 1, 4, 4)) is None
     torch.testing.assert_close(dict(network.state_dict()), dict(before), rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), state)
     assert not network.training

@@ -9,7 +9,7 @@ import cloudpickle
 T = TypeVar("T")
 
 
-class OwnObject(Generic[T]):
+class PassedObject(Generic[T]):
     """An object that another process gets as cloudpickle bytes, so that what a notebook defines works.
 
     Such bytes are never loaded from elsewhere. They are not loaded in the process that made them either: that would

@@ -14,7 +14,7 @@ from pipar.settings.training_sections import TaskSection
 from pipar.tensors.inputs import Inputs
 
 
-def own_target(given: Any, sample: Inputs, where: str, task: TaskSection) -> Inputs:
+def user_target(given: Any, sample: Inputs, where: str, task: TaskSection) -> Inputs:
     """Return the target of an item: a number, an array or a tensor; several as a tuple or a dictionary.
 
     A single integer is a class unless the loss is one of numbers. None is for the next tokens of the sample itself.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pipar.data.images import Images
-from pipar.data.own_samples import dataset_images
+from pipar.data.user_samples import dataset_images
 from pipar.settings.training_sections import TaskSection
 from pipar.user_function import call_factory
 

@@ -14,7 +14,7 @@ from support.browser import PHONE, Open, Seen, chromium, hovered, marks_of, zoom
 from support.programs import Program, address_of, place
 from support.waiting import until
 
-from pipar.dashboard.serve import served
+from pipar.live_page.serve import served
 
 pytestmark = pytest.mark.slow
 
