@@ -131,7 +131,7 @@ def token(name: str, folder: Path, force: bool, as_json: bool) -> None:
 def revoke(name: str, folder: Path, as_json: bool) -> None:
     """Revoke a device's token and certificates.
 
-    A running server rejects them from the next connection on.
+    A running server disconnects the device once it has the changed files.
     """
     from pipar.errors import InputError
     from pipar.transport.credentials import move_serials, remove_token
