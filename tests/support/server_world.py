@@ -96,6 +96,12 @@ class Enrolled:
         if introduction.name not in self._orders:
             raise ProtocolError(f"'{introduction.name}' is not a device of this training.")
 
+    def measured(self, links: Mapping[str, Link]) -> None:
+        raise AssertionError(f"{links} are emulated")
+
+    def link_to_plan(self, name: str) -> Link:
+        return self.link(name)
+
     def link(self, _: str) -> Link:
         return LINK
 

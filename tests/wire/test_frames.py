@@ -142,6 +142,12 @@ GOLDEN: dict[Kind, tuple[Message, str]] = {
         "5050 04 0f 00000007 00000000 00000005 00000000 00000000 0000 00000000 00000000 00 00 0000 0001 00"
         "0000000000000000",
     ),
+    Kind.PROBE: (
+        Message(Kind.PROBE, micro_batch=1, samples=2, batch_samples=3, body=Body.of(b"ab")),
+        "5050 04 13 00000007 00000000 00000005 00000000 00000000 0001 00000002 00000003 00 00 0000 0001 00"
+        "0000000000000002"
+        "6162",
+    ),
 }  # fmt: skip
 
 
@@ -357,7 +363,7 @@ BAD_FRAMES = {
     "nothing": (b"", "not a pipar frame"),
     "bad magic": (damaged(0, b"HT"), "not a pipar frame"),
     "another version": (damaged(2, b"\x01"), "version 1 of the protocol, and this side version 4"),
-    "unknown kind": (damaged(3, b"\x13"), "kind 19"),
+    "unknown kind": (damaged(3, b"\x14"), "kind 20"),
     "kind zero": (damaged(3, b"\x00"), "kind 0"),
     "unknown dtype": (damaged(34, b"\x03"), "dtype 3"),
     "unknown encoding": (damaged(35, b"\x07"), "encoding 7"),

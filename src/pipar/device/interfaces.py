@@ -91,6 +91,7 @@ class Equipment:
     guard: PrivacyGuard = field(default_factory=PrivacyGuard)  # the same one for all of the device's sessions
     terms: Terms | None = None  # what it agrees to; None: anything that the server orders
     evaluation: EvaluationSamples | None = None
+    machine: str = ""  # of a deployed device: an identifier that only programs of the same machine share
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pipar.device.evaluation import OwnEvaluation
 from pipar.device.intake import Commands, Intake
 from pipar.device.interfaces import DeviceLanes, DevicePart, Equipment
+from pipar.device.link_answer import LinkAnswer
 from pipar.device.model import DeviceSideModel
 from pipar.device.pipeline import Batch, BatchLoader, MicroBatchExchange, WaitRecorder
 from pipar.errors import (
@@ -119,11 +120,15 @@ class Device:
         used, profile = self._guard.used, self._equipment.profile
         if used.releases:  # they may have gone to another server
             about |= {"releases": used.releases, "spent": used.mu_squared}
+        if self._equipment.machine:
+            about |= {"machine": self._equipment.machine, "probes": True}
         about |= self._evaluation.introduction()
         return about if profile is None else {**about, "profile": json.loads(profile.to_json())}
 
     async def _expect_welcome(self) -> Message:
-        message = await self._channel.receive()
+        answer = LinkAnswer(self._channel)
+        while (message := await self._channel.receive()).kind is Kind.PROBE:
+            answer.take(message)
         if message.kind is Kind.FAULT:
             self._check_budget(message)
             raise _fault(message, "refused this device")

@@ -12,8 +12,9 @@ from pipar.execution.schedule import count_batches, count_pieces, cut_batch
 from pipar.execution.spans import SERVER
 from pipar.job.equivalence import EquivalenceFacts, equivalence_reasons
 from pipar.methods import METHODS, Method, Plan
+from pipar.planner.calibration import Calibration, calibrated
 from pipar.planner.costs import Costs
-from pipar.planner.fleet import Auto, Fleet, Member
+from pipar.planner.fleet import Auto, Fleet, Member, SharedHost
 from pipar.privacy.budget import PrivacyGuard, PrivacyLimits, UpdateNoise, choose_noise
 from pipar.profiling.cache import usable_cores
 from pipar.profiling.comparison import are_alike
@@ -79,6 +80,8 @@ class Job:
     adapters: bool = False  # of low rank are trained
     counts_forwards: bool = False  # each forward changes a buffer, or decides by values
     evaluation_sizes: Mapping[str, int] = field(default_factory=dict)  # of devices that evaluate models, if known
+    hosted: frozenset[str] = frozenset()  # devices on the server's machine, which share its cores
+    measured_links: Mapping[str, Link] = field(default_factory=dict)  # between machines, when devices joined
 
     @property
     def method(self) -> Method:
@@ -219,11 +222,12 @@ class Job:
                 spec.micro_batches,
                 window,
                 self.config.wire.encoding,
+                min(1.0, spec.speed) if spec.name in self.hosted else 0.0,
             )
             for spec in self.specs
         )
         config = self.config
-        return Fleet(
+        fleet = Fleet(
             self.method,
             members,
             self.server_costs(),
@@ -242,7 +246,9 @@ class Job:
             whole_models=self.draws,
             recalled=1.0 - 1.0 / config.run.epochs if self.steady_layers else 0.0,  # the mean over all epochs
             targets=self.target_size,
+            host=SharedHost(usable_cores(), min(1.0, config.server.speed)) if self.hosted else None,
         )
+        return calibrated(fleet, Calibration(links=self.measured_links)) if self.measured_links else fleet
 
     @property
     def noised_bytes(self) -> int:

@@ -16,6 +16,7 @@ from pipar.planner.paper_estimate import estimate_plans
 from pipar.planner.search import SearchResult, search_plans
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import Simulate, Timing
+from pipar.planner.whole_networks import surest
 
 #: Returns the timing of a job's first iterations, or of a whole epoch, by a timing-only run of its programs.
 Rehearse = Callable[[Job, int | None], Timing]
@@ -36,7 +37,8 @@ def make_plans(job: Job, rehearse: Rehearse, observe: Observer = ignore) -> dict
         return given
     if job.config.plan.estimate == "paper":
         return plans_by_estimate(job, fleet)
-    return search_job_plans(job, fleet, rehearse, observe=observe).plans
+    found = search_job_plans(job, fleet, rehearse, observe=observe).plans
+    return found if job.method.shares_server_model else dict(surest(fleet, found))
 
 
 def plans_by_estimate(job: Job, fleet: Fleet) -> dict[str, Plan]:

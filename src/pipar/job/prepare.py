@@ -47,10 +47,15 @@ if TYPE_CHECKING:
     from pipar.job.workload import Workload
 
 
-def prepare(workload: Workload, rehearse: Rehearse, observe: Observer = ignore) -> Job:
-    """Return the job of a workload; raise for everything that can be wrong with it, before a process starts."""
+def prepare(workload: Workload, rehearse: Rehearse, observe: Observer = ignore, *, shares_machine: bool = False) -> Job:
+    """Return the job of a workload; raise for everything that can be wrong with it, before a process starts.
+
+    With `shares_machine`, server and devices are processes of this machine.
+    """
     choose_noise(workload.config)  # raises on a wrong privacy budget, before the network is measured
-    return with_plans(unplanned_job(workload, observe), rehearse, observe)
+    job = unplanned_job(workload, observe)
+    hosted = frozenset(spec.name for spec in job.specs) if shares_machine else job.hosted
+    return with_plans(replace(job, hosted=hosted), rehearse, observe)
 
 
 def prepare_timing_only(config: Config, rehearse: Rehearse, observe: Observer = ignore) -> Job | None:

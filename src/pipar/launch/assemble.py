@@ -46,6 +46,8 @@ from pipar.transport.shaping import RateOverTime
 T = TypeVar("T")
 #: How long a session may be resumed where the server does not choose that.
 _USUAL_WINDOW_S = 30.0
+#: By how much epochs of real machines differ, as a share, until a training has shown it.
+_USUAL_SCATTER = 0.03
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,9 @@ class _ServerBuilder:
             own = kept | {SERVER} if kept else kept
         self._recorder, self._background = Recorder(SERVER, own), Recorder(SERVER, own)
         # How devices take turns at a shared server-side model is not predicted.
-        self._predictor = None if job.method.shares_server_model else Predictor(job.fleet(), job.plans)
+        is_real = bool(job.hosted) or isinstance(setup.enrolment, OpenEnrolment)
+        scatter = _USUAL_SCATTER if is_real else 0.0
+        self._predictor = None if job.method.shares_server_model else Predictor(job.fleet(), job.plans, scatter=scatter)
         self._replan_encodings = ReplanEncodings(job.fleet(), job.plans)
         self._results = self._make_results()
 
@@ -196,7 +200,7 @@ class _ServerBuilder:
         replan = self._setup.replan or self._make_replan()
         if replan is None or not self._job.can_replan:
             return None
-        learned = self._predictor.has_learned if self._predictor is not None else lambda: False
+        learned = self._predictor.reason if self._predictor is not None else lambda: ""
         return Replanner(self._job.links, replan, self._setup.observe, learned=learned)
 
     def _make_replan(self) -> Replan | None:

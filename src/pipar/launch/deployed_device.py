@@ -19,6 +19,7 @@ from pipar.device.intake import Terms
 from pipar.device.interfaces import Equipment
 from pipar.errors import ConfigError, DataError
 from pipar.events import Expiring, Observer, Reloaded, Stopping
+from pipar.execution.clock import clock_machine
 from pipar.execution.lanes import ThreadLanes
 from pipar.job.model_setup import part_builder, part_sizes, seed_dropout
 from pipar.job.prepare import check_schedule
@@ -85,7 +86,7 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     memory_bytes = spec.memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     terms = Terms(part_sizes(model), profile, memory_bytes, len(samples))
     evaluation = workload.evaluation_samples(options.name, Memory(profile, memory_bytes))
-    equipment = Equipment(samples, build, lanes, profile, guard, terms, evaluation)
+    equipment = Equipment(samples, build, lanes, profile, guard, terms, evaluation, clock_machine())
     stopped = run_until_signal(_train(config, options, spec, equipment, observe))
     return 130 if stopped == signal.SIGINT else 0
 

@@ -314,7 +314,7 @@ def _run_with_torch(config: Config, own: UserObjects, world: World, options: Run
     if world == "real":
         _check_real_world(config)
     workload = Workload(config, own)
-    job = prepare(workload, rehearse, options.observe)
+    job = prepare(workload, rehearse, options.observe, shares_machine=world == "real")
     if world == "timing-only":
         return _run_timing_only(job, options)
     if world == "virtual":

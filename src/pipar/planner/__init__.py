@@ -5,13 +5,13 @@ Reading order:
 - `fleet` (what is planned for), `costs` and `stage_times` (how long work takes), `candidates` (the plans that a device
   may have) and `encoding` (how its tensors are encoded)
 - `paper_estimate` (the paper's selection), `alone` (a plan for a device that joins), `simulator` (all devices together;
-  `simulated_device` and `simulated_cores` are their state and the server's), `timing` (its result), `bounds` (the least
-  time of an epoch)
+  `simulated_device` and `simulated_cores` are their state and the server's, `shared_host` a machine that both use),
+  `timing` (its result), `bounds` (the least time of an epoch)
 - `search` (the search for the best plans), `search_settings`, `plan_evaluator` (simulates plans and remembers the
   results), `device_groups` (fleets of many kinds), `exhaustive` (all plans)
-- `compute_load` (how long machines compute), `calibration` (costs that agree with past epochs), `predictor` (the next
-  epoch), `replanner` (when to plan again), `background_search` (searching while a training runs), `search_worker` (the
-  process that does)
+- `whole_networks` (plans without a pipeline), `measured_epochs` (what plans really took), `compute_load` (how long
+  machines compute), `calibration` (costs that agree with past epochs), `predictor` (the next epoch), `replanner` (when
+  to plan again), `background_search` (searching while a training runs), `search_worker` (the process that does)
 
 Nothing here imports torch.
 """

@@ -11,6 +11,7 @@ import json
 import pickle
 import struct
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from pipar.methods import Plan
 from pipar.planner.calibration import situation_key
 from pipar.planner.encoding import reencoded
 from pipar.planner.fleet import Fleet, plans_from_sample
+from pipar.planner.measured_epochs import PlansKey, plans_key
 from pipar.planner.paper_estimate import estimate_plans
 from pipar.planner.predictor import Predictor
 from pipar.planner.replanner import differs
@@ -29,11 +31,14 @@ from pipar.planner.search_settings import QUICK, UNHURRIED, SearchSettings
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.stage_times import move_s
 from pipar.planner.timing import steady_epoch_s
+from pipar.planner.whole_networks import whole_plans
 from pipar.settings.links import Link
 
 #: Returns the best plans of a fleet, given the current ones.
 PlanSearch = Callable[[Fleet, Mapping[str, Plan], SearchSettings], Awaitable[Mapping[str, Plan]]]
 
+#: Of more changes than this, only the number is given.
+_MOST_CHANGES = 2
 #: Situations whose plans are remembered: a limit, because links that drift produce new ones all the time.
 _MOST_KNOWN = 32
 #: Devices that have tried this many split points get no new one for a trial.
@@ -48,30 +53,59 @@ _LONGEST_ANSWER = 1 << 25
 LENGTH = struct.Struct("!Q")
 
 
-def search_again(fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettings = QUICK) -> Mapping[str, Plan]:
+class NewPlans(dict[str, Plan]):
+    """Plans by device, the share of an epoch that they gain, and whether that was measured or is predicted."""
+
+    def __init__(self, plans: Mapping[str, Plan], gain: float = 0.0, *, is_measured: bool = False) -> None:
+        super().__init__(plans)
+        self.gain = gain
+        self.is_measured = is_measured
+
+
+def search_again(fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettings = QUICK) -> NewPlans:
     """Return the best plans of a fleet, or the current ones with the best encodings if the gain is too small.
 
-    The gain is also too small if links change so often that moving layers, there and back, takes longer than the new
-    plans save. One round passes before they take effect, and for one round after the links change they are wrong.
-    Instead of the current plans, plans with untried split points may be returned that seem hardly worse: predictions
-    of them may be off by more than that.
+    Plans that were measured count by their epochs, others by predictions. The gain is also too small if links change
+    so often that moving layers, there and back, takes longer than the new plans save. One round passes before they take
+    effect, and for one round after the links change they are wrong. Instead of the current plans, plans with untried
+    split points may be returned that seem hardly worse: predictions of them may be off by more than that.
     """
     found = search_plans(fleet, simulate, within=simulate_within, start=start, settings=settings)
     current = reencoded(fleet, start)  # another encoding moves no layers
     # A small sample suffices to find plans, but not to compare two that are close: a larger one decides.
     epoch_s = partial(steady_epoch_s, simulate, fleet.sampled())
-    new_s, current_s = epoch_s(found.plans), epoch_s(current)
-    gained_s = current_s - new_s
-    pays = gained_s * (fleet.stable_rounds - 2) >= 2 * move_s(fleet, current, found.plans)
-    if gained_s >= current_s * settings.least_gain:
-        return found.plans if pays else current
-    if settings.trial_cost <= 0 or fleet.stable_rounds < _TRIAL_ROUNDS:
-        return current
+    measured, known = fleet.measured, cache_of(epoch_s)
+    current_s = measured.expected_s(current, known)
+    whole = whole_plans(fleet) if measured.seconds else None  # a pipeline may turn out slower than it seemed
+    candidates = [found.plans, *measured.plans_of(current), *([] if whole is None else [whole])]
+    best = min(candidates, key=lambda plans: measured.expected_s(plans, known))
+    gained_s = current_s - measured.expected_s(best, known)
+    pays = gained_s * (fleet.stable_rounds - 2) >= 2 * move_s(fleet, current, best)
+    if gained_s >= current_s * measured.least_gain(current, best, settings.least_gain):
+        is_measured = None not in (measured.measured_s(best), measured.measured_s(current))
+        return NewPlans(best, gained_s / current_s, is_measured=is_measured) if pays else NewPlans(current)
+    # A trial that costs less than epochs scatter shows nothing.
+    if settings.trial_cost <= measured.scatter or fleet.stable_rounds < _TRIAL_ROUNDS:
+        return NewPlans(current)
+    current_s = known(current)
     for plans in _with_new_cuts(fleet, found, settings):
         is_quick_to_move = 2 * move_s(fleet, current, plans) <= current_s * _TRIAL_MOVES
-        if is_quick_to_move and epoch_s(plans) <= current_s * (1 + settings.trial_cost):
-            return plans
-    return current
+        if is_quick_to_move and known(plans) <= current_s * (1 + settings.trial_cost):
+            return NewPlans(plans)
+    return NewPlans(current)
+
+
+def cache_of(epoch_s: Callable[[Mapping[str, Plan]], float]) -> Callable[[Mapping[str, Plan]], float]:
+    """Return a function that simulates each set of plans once."""
+    known: dict[PlansKey, float] = {}
+
+    def predict(plans: Mapping[str, Plan]) -> float:
+        key = plans_key(plans)
+        if key not in known:
+            known[key] = epoch_s(plans)
+        return known[key]
+
+    return predict
 
 
 def _with_new_cuts(fleet: Fleet, found: SearchResult, settings: SearchSettings) -> Iterator[Mapping[str, Plan]]:
@@ -104,6 +138,7 @@ class ReplanBySearch:
         self._predictor = predictor
         self._search = search
         self._known: dict[tuple[object, ...], Mapping[str, Plan]] = {}
+        self.change = ""  # of plans in the last choice, and what it gains
         self._links: Mapping[str, Link] = {member.name: member.link for member in predictor.fleet.members}
 
     async def __call__(self, links: Mapping[str, Link]) -> Mapping[str, Plan]:
@@ -116,13 +151,35 @@ class ReplanBySearch:
         # Changed links may change again soon. What was learned about machines stays true, and is worth a longer search.
         if is_learned and not are_new:
             self._known.clear()
-            return await self._search(fleet, plans, UNHURRIED)
+            return self._told(plans, await self._search(fleet, plans, UNHURRIED))
         situation = (situation_key(fleet), tuple(plans.values()))
         if situation not in self._known:
             if len(self._known) == _MOST_KNOWN:
                 self._known.pop(next(iter(self._known)))
             self._known[situation] = await self._search(fleet, plans, QUICK)
-        return self._known[situation]
+        return self._told(plans, self._known[situation])
+
+    def _told(self, before: Mapping[str, Plan], after: Mapping[str, Plan]) -> Mapping[str, Plan]:
+        """Keep in words how the plans change; return the new ones."""
+        self.change = change_text(before, after)
+        return after
+
+
+def change_text(before: Mapping[str, Plan], after: Mapping[str, Plan]) -> str:
+    """Return in a few words how plans change, and what that gains; empty if they do not."""
+    counts = Counter(
+        f"{_short(before[name])} -> {_short(plan)}" for name, plan in sorted(after.items()) if before[name] != plan
+    )
+    words = [text for text, _ in counts.most_common(_MOST_CHANGES)]
+    if len(counts) > _MOST_CHANGES:
+        words.append(f"{len(counts) - _MOST_CHANGES} other changes")
+    if isinstance(after, NewPlans) and after.gain and counts:
+        words.append(f"{100 * after.gain:.2g} % less {'measured' if after.is_measured else 'predicted'}")
+    return ", ".join(words)
+
+
+def _short(plan: Plan) -> str:
+    return f"P={plan.split_point} N={plan.micro_batches}"
 
 
 class ReplanEncodings:
@@ -158,9 +215,7 @@ class SearchProcess:
         self.cpu_s = 0.0
         self._process: asyncio.subprocess.Process | None = None
 
-    async def __call__(
-        self, fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettings = QUICK
-    ) -> dict[str, Plan]:
+    async def __call__(self, fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettings = QUICK) -> NewPlans:
         """Return the best plans of a fleet."""
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
@@ -181,7 +236,8 @@ class SearchProcess:
         self.cpu_s += answer["cpu_s"]
         if answer["problem"]:
             raise PlanError(answer["problem"])
-        return {name: Plan(*values) for name, values in answer["plans"].items()}
+        plans = {name: Plan(*values) for name, values in answer["plans"].items()}
+        return NewPlans(plans, answer["gain"], is_measured=answer["is_measured"])
 
     async def close(self) -> None:
         """End the process, even in the middle of a search."""

@@ -10,21 +10,28 @@ from pipar.execution.work import Work
 from pipar.methods import Plan
 from pipar.planner.calibration import Shares
 from pipar.planner.fleet import Fleet, Member
+from pipar.planner.shared_host import Slowdown
 from pipar.planner.simulator import simulate
 from pipar.planner.stage_times import batch_times, decoding, protect_s, work_key
+from pipar.planner.timing import steady_iterations
 
 
 def compute_seconds(fleet: Fleet, plans: Mapping[str, Plan]) -> tuple[dict[str, float], float]:
     """Return how long each device's compute lane works in one epoch, and all cores of the server together."""
     devices, server_s = _alone_s(fleet, plans)
-    return devices, server_s * server_contention(fleet, plans)
+    slower = slowdown(fleet, plans)
+    shares = {member.name: member.host_share for member in fleet.members}
+    return {name: seconds * slower.of(shares[name]) for name, seconds in devices.items()}, server_s * slower.server
 
 
-def server_contention(fleet: Fleet, plans: Mapping[str, Plan]) -> float:
-    """Return how many times as long the server's work takes on all cores at the same time as on one after the other."""
+def slowdown(fleet: Fleet, plans: Mapping[str, Plan]) -> Slowdown:
+    """Return how many times as long work takes next to all other work as alone: of the server, and of its machine."""
+    if fleet.host is not None:
+        timing = simulate(fleet.sampled(), plans, steady_iterations(fleet))
+        return Slowdown(timing.hosted, timing.contention)
     if fleet.server.profile.crowded and fleet.cores > 1:
-        return simulate(fleet.sampled(), plans, iterations=1).contention
-    return 1.0
+        return Slowdown(server=simulate(fleet.sampled(), plans, iterations=1).contention)
+    return Slowdown()
 
 
 @dataclass(frozen=True)

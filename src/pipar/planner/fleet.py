@@ -11,6 +11,7 @@ from typing import Literal
 from pipar.execution.schedule import count_batches, cut_batch, cut_epoch
 from pipar.methods import Method, Plan
 from pipar.planner.costs import Costs
+from pipar.planner.measured_epochs import MeasuredEpochs
 from pipar.settings.links import Link
 from pipar.units import LIMITLESS_BPS
 from pipar.wire.encodings import LOSSY
@@ -28,11 +29,20 @@ _ALIKE = 0.05
 
 
 @dataclass(frozen=True)
+class SharedHost:
+    """The machine of a server that devices run on as well: its cores, and how much of one each server lane uses."""
+
+    cores: float
+    server_share: float = 1.0  # of a core, while a lane of the server computes: less if a slow server is emulated
+
+
+@dataclass(frozen=True)
 class Member:
     """One device of a fleet; "auto" where its plan is to be chosen.
 
     `window` is the given 1F1B window, 0 for all forwards first; "auto" takes a window only if memory asks for one.
-    `encoding` is that of activations and gradients.
+    `encoding` is that of activations and gradients. `host_share` is the share of a core of the server's machine that
+    it uses while it computes: 0 on a machine of its own, less than 1 if a slow device is emulated.
     """
 
     name: str
@@ -44,12 +54,13 @@ class Member:
     micro_batches: int | Auto = "auto"
     window: int | Auto = "auto"
     encoding: str = "auto"
+    host_share: float = 0.0
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What its plan depends on, apart from its amount of data: devices of one kind are planned once."""
         # Costs by identity: equal devices share them, and comparing profiles layer by layer would take longer.
-        given = (self.split_point, self.micro_batches, self.window, self.encoding)
+        given = (self.split_point, self.micro_batches, self.window, self.encoding, self.host_share)
         return (id(self.costs), self.link, self.memory_bytes, *given)
 
 
@@ -81,12 +92,19 @@ class Fleet:
     whole_models: bool = False  # no changes are sent, because devices rarely have the previous model
     recalled: float = 0.0  # the share of epochs in which devices refer to activations that the server has kept
     targets: TargetSize = LABELS  # the bytes of targets in a message with activations
+    host: SharedHost | None = None  # the server's machine, if devices run on it, too
+    measured: MeasuredEpochs = field(default_factory=MeasuredEpochs)  # what epochs have taken so far
 
     @property
     def averaged_bytes(self) -> int:
         """The bytes that one core reads to average the models of all devices."""
         whole = self.server.profile.changing_bytes(1, self.layers)
         return round(whole * len(self.members) * self.averaged)
+
+    @property
+    def is_real(self) -> bool:
+        """Whether it is a fleet of real processes: on one machine, or with links between machines."""
+        return self.host is not None or self.real_links
 
     @property
     def layers(self) -> int:
@@ -177,6 +195,17 @@ class Fleet:
         """Return the fleet with computation that takes these factors as long; devices of one kind stay of one kind."""
         return self._with_costs(lambda costs, _: costs.slower(devices), self.server.slower(server))
 
+    def slowed(self, hosted: Callable[[float], float], server: float) -> Fleet:
+        """Return the fleet whose server takes this factor as long, and each device on its machine that of its share."""
+        devices: dict[tuple[int, float], Costs] = {}
+        for member in self.members:
+            key = (id(member.costs), member.host_share)
+            if key not in devices:
+                times = hosted(member.host_share) if member.host_share else 1.0
+                devices[key] = member.costs.slower(times) if times > 1.0 else member.costs
+        members = tuple(replace(m, costs=devices[id(m.costs), m.host_share]) for m in self.members)
+        return replace(self, members=members, server=self.server.slower(server) if server > 1.0 else self.server)
+
     def varied(self, factors: Callable[[str], Callable[[], float]]) -> Fleet:
         """Return the fleet with every layer's time multiplied by its own factor on each machine; kinds stay kinds."""
         return self._with_costs(
@@ -214,9 +243,9 @@ class Fleet:
         averaged = self.averaged * self.cores / cores
         slower = self.server.slower(cores / share)
         stands_for = self.cores_each * self.cores / cores
-        return replace(
-            self, members=in_order, server=slower, cores=cores, averaged=averaged, cores_each=stands_for, per_round=None
-        )
+        host = None if self.host is None else replace(self.host, cores=self.host.cores * len(members) / count)
+        sample = replace(self, members=in_order, server=slower, cores=cores, averaged=averaged, host=host)
+        return replace(sample, cores_each=stands_for, per_round=None)
 
     def device_kinds(self) -> list[tuple[Member, ...]]:
         """Return the members by kind, each kind in name order, in the order of their first members.
@@ -224,6 +253,11 @@ class Fleet:
         Devices with slightly different amounts of data are of one kind; those with much more are of another.
         """
         return self._kinds
+
+    @cached_property
+    def slowed_fleets(self) -> dict[object, Fleet]:
+        """Fleets that are slowed down by other work on a shared machine, by how much: they are simulated repeatedly."""
+        return {}
 
     @cached_property
     def _kinds(self) -> list[tuple[Member, ...]]:

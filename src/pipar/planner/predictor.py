@@ -14,11 +14,13 @@ from typing import TypeVar
 
 from pipar.methods import METHODS, Plan
 from pipar.planner.calibration import Calibration, MachineHistory, calibrated
-from pipar.planner.compute_load import ComputeLoad, compute_loads, server_contention
+from pipar.planner.compute_load import ComputeLoad, compute_loads, slowdown
 from pipar.planner.fleet import Fleet
+from pipar.planner.measured_epochs import MeasuredEpochs
 from pipar.planner.replanner import MeasuredLink, differs
 from pipar.planner.simulator import simulate
 from pipar.planner.timing import FEWEST_ITERATIONS, STEADY_ITERATIONS, steady_epoch_s
+from pipar.planner.whole_networks import REAL_SPLIT
 from pipar.settings.links import Link
 
 T = TypeVar("T")
@@ -28,6 +30,8 @@ _TELLING_S = 0.02
 #: Plans are searched again if machines differ from their calibration by more than this, as a logarithm: for work that
 #: is new since the last search, and for work that is not, because its epochs scatter.
 _NOTICED, _NOTICED_AGAIN = 0.002, 0.03
+#: Plans are searched again if epochs take longer or shorter than predicted by more than this, as a logarithm.
+_NOTICED_BIAS = 0.05
 #: A machine that seems to differ by a larger factor was disturbed, not profiled wrongly.
 _MOST_FACTOR = 5.0
 
@@ -37,6 +41,8 @@ _MOST_FACTOR = 5.0
 _SAMPLE = 32
 #: and of at most this many micro-batches, which take less than a tenth of a second.
 _MOST_MICRO_BATCHES = 4000
+#: A device is named if it differs from the others by more than this share.
+_TELLING = 0.1
 #: Devices describe themselves. One that claims to compute for longer than this many times the median of all is forecast
 #: to need this many times as long as the others, so that its claim does not lengthen their rounds.
 _CREDIBLE = 25.0
@@ -45,8 +51,11 @@ _CREDIBLE = 25.0
 class Predictor:
     """Predicts each epoch's seconds by what was known when it began, and calibrates the cost model after each."""
 
-    def __init__(self, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
+    def __init__(self, fleet: Fleet, plans: Mapping[str, Plan], *, scatter: float = 0.0) -> None:
         self.fleet = fleet  # as profiled
+        split = REAL_SPLIT if fleet.is_real else 1.0
+        self._measured = MeasuredEpochs(scatter=scatter, layers=fleet.layers, split=split)
+        self._believed_bias = 1.0  # of the current plans' predictions, in the last search for plans
         self._plans: dict[int, Mapping[str, Plan]] = {1: plans}  # by the first epoch that they apply to
         self._links: dict[int, Mapping[str, Link]] = {}
         self._fits: dict[int, Calibration] = {1: Calibration()}
@@ -63,6 +72,8 @@ class Predictor:
 
     def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
         """Note that devices train with these plans from this epoch on."""
+        if first_epoch > 1 and {**self.plans, **plans} != self.plans:
+            self._measured = self._measured.with_change()
         self._plans[first_epoch] = {**_at(self._plans, first_epoch), **plans}
         self._remember(plans)
 
@@ -86,6 +97,8 @@ class Predictor:
         known = {member.name: member.link for member in self.fleet.members}
         now = {name: one.over(before.get(name, known[name])) for name, one in measured.items()}
         self._links[epoch + 1] = {**before, **now}
+        if any(differs(link, before.get(name, known[name])) for name, link in now.items()):
+            self._measured = self._measured.forgotten()
         self._stability.observe({**known, **before}, self._links[epoch + 1])
 
     def learn(self, epoch: int, device_s: Mapping[str, float], server_s: float) -> None:
@@ -94,15 +107,24 @@ class Predictor:
         fleet = self._as_recalled(self.fleet.of(device_s), epoch)
         # From the profiles, each device by itself: with factors shared by a group, single devices could diverge.
         profiled, served = compute_loads(fleet, plans)
+        slower = slowdown(self.fleet_for(epoch).of(device_s), plans)
+        shares = {member.name: member.host_share for member in fleet.members}
         learned = {
-            name: _learned(fit.of(name), busy, device_s[name])
+            name: _learned(fit.of(name), busy, device_s[name] / slower.of(shares[name]))
             for name, busy in profiled.items()
             if name in device_s and not fleet.recalled
         }
         server = fit.server
         if served.seconds * server.latest > _TELLING_S:
-            server = _learned(server, served, server_s / server_contention(self.fleet_for(epoch).of(device_s), plans))
+            server = _learned(server, served, server_s / slower.server)
         self._fits[epoch + 2] = replace(fit, server=server, devices={**fit.devices, **learned})
+
+    def learn_seconds(self, epoch: int, seconds: float, devices: Collection[str]) -> None:
+        """Take how long an epoch of these devices really took."""
+        plans = _at(self._plans, epoch)
+        if self.fleet.recalled or self.fleet.per_round is not None or seconds <= 0:
+            return  # epochs with the same plans differ
+        self._measured = self._measured.with_epoch({name: plans[name] for name in devices}, seconds)
 
     def forget(self, epoch: int) -> None:
         """Drop what only epochs up to this one needed: a training may have any number of them."""
@@ -113,11 +135,42 @@ class Predictor:
 
     def has_learned(self) -> bool:
         """Return whether machines differ, or links are more stable, than in the last search for plans."""
-        return self._stability.has_grown() or self.has_learned_of_machines()
+        return bool(self.reason())
+
+    def reason(self) -> str:
+        """Return why plans may be chosen better than in the last search for them; empty if nothing says so."""
+        if self._stability.has_grown():
+            return "links change less often than before"
+        return self._reason_of_epochs() or (self._reason_of_machines() if self.has_learned_of_machines() else "")
 
     def has_learned_of_machines(self) -> bool:
         """Return whether machines are known to differ from the last search for plans."""
-        return self._fits[max(self._fits)].differs(self._planned_with, _NOTICED, _NOTICED_AGAIN)
+        sure = 2 * self._measured.scatter
+        noticed, again = max(_NOTICED, sure), max(_NOTICED_AGAIN, sure)
+        return self._fits[max(self._fits)].differs(self._planned_with, noticed, again) or bool(self._reason_of_epochs())
+
+    def _reason_of_machines(self) -> str:
+        return machines_text(self._fits[max(self._fits)])
+
+    def _reason_of_epochs(self) -> str:
+        """Return what measured epochs say about the current plans: others were better, or predictions are wrong."""
+        better, now_s = self._measured.better_than(self.plans), self._measured.measured_s(self.plans)
+        if now_s is None:
+            return ""
+        if better is not None:
+            before_s = self._measured.seconds_of(better)
+            return f"an epoch takes {now_s:.3g} s, and took {before_s:.3g} s with earlier plans"
+        if not self._measured.scatter:  # epochs take exactly what machines and links say
+            return ""
+        factor = self._bias()
+        if abs(math.log(factor / self._believed_bias)) <= max(_NOTICED_BIAS, 2 * self._measured.scatter):
+            return ""
+        return f"an epoch takes {now_s:.3g} s, {times_text(factor, 'longer', 'shorter')} than predicted"
+
+    def _bias(self) -> float:
+        """Return how many times as long as predicted epochs with the current plans take."""
+        now_s = self._measured.measured_s(self.plans)
+        return 1.0 if now_s is None else now_s / predict_s(self.now().of(self.plans), self.plans)
 
     def fleet_for(self, epoch: int) -> Fleet:
         """Return the fleet as known when an epoch began."""
@@ -131,9 +184,10 @@ class Predictor:
 
     def latest(self, links: Mapping[str, Link]) -> Fleet:
         """Return the fleet as known now, with these links, to search plans for."""
-        self._planned_with = self._fits[max(self._fits)]
+        self._planned_with, self._believed_bias = self._fits[max(self._fits)], self._bias()
         fleet = calibrated(self.fleet, replace(self._planned_with, links=links))
-        return replace(fleet, stable_rounds=self._stability.take(), tried_split_points=dict(self._tried))
+        tried = dict(self._tried)
+        return replace(fleet, stable_rounds=self._stability.take(), tried_split_points=tried, measured=self._measured)
 
     def predicted_s(self, epoch: int, devices: Collection[str]) -> float:
         """Return the seconds of an epoch of these devices, as expected when it began."""
@@ -215,6 +269,23 @@ class _LinkStability:
     def has_grown(self) -> bool:
         """Return whether twice as many rounds are expected as in the last search."""
         return self._believed < math.inf and self.stable_rounds >= 2 * self._believed
+
+
+def machines_text(fit: Calibration) -> str:
+    """Return in a few words which machine differs most from its profile."""
+    devices = {name: machine.latest for name, machine in fit.devices.items() if machine.seen}
+    usual = median_low(devices.values()) if devices else 1.0
+    name, own = max(devices.items(), key=lambda item: abs(math.log(item[1] / usual)), default=("", 1.0))
+    if name and abs(math.log(own / usual)) > math.log(1 + _TELLING):
+        return f"{name} is {times_text(own, 'slower', 'faster')} than its profile"
+    if abs(math.log(usual)) >= abs(math.log(fit.server.latest)):
+        return f"devices are {times_text(usual, 'slower', 'faster')} than their profiles"
+    return f"the server is {times_text(fit.server.latest, 'slower', 'faster')} than its profile"
+
+
+def times_text(factor: float, more: str, less: str) -> str:
+    """Return a factor in words, as in "1.4x slower"."""
+    return f"{factor:.3g}x {more}" if factor >= 1 else f"{1 / factor:.3g}x {less}"
 
 
 def _at(by_first: Mapping[int, T], epoch: int) -> T:

@@ -50,7 +50,7 @@ class Replanner:
         replan: Replan,
         observe: Observer = ignore,
         *,
-        learned: Callable[[], bool] = lambda: False,
+        learned: Callable[[], str] = lambda: "",
     ) -> None:
         self._planned_for = {name: _steady(link) for name, link in links.items()}
         self._measured = self._planned_for
@@ -99,15 +99,16 @@ class Replanner:
 
         If one is running, the next one starts when it ends.
         """
-        why = "machines are faster or slower than profiled" if self._learned() else ""
-        why = what_changed(self._planned_for, self._measured) or why
+        why = what_changed(self._planned_for, self._measured) or self._learned()
         if self._search is None and why and self._measured:
             self._planned_for = self._measured
             self._search = asyncio.get_running_loop().create_task(self._run(self._planned_for, why))
 
     async def _run(self, links: Mapping[str, Link], why: str) -> None:
         try:
-            self._found = await self._replan(links), why
+            plans = await self._replan(links)
+            change = getattr(self._replan, "change", "")
+            self._found = plans, f"{why}: {change}" if change else why
         except Exception as error:  # noqa: BLE001 - the task ends here, and the training keeps its plans
             self._observe(ReplanFailed(f"Planning again failed: {error}"))
         self._search = None

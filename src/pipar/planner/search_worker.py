@@ -15,7 +15,7 @@ from dataclasses import astuple
 from typing import BinaryIO
 
 from pipar.errors import PlanError
-from pipar.planner.background_search import LENGTH, search_again
+from pipar.planner.background_search import LENGTH, NewPlans, search_again
 
 #: The lowest priority: a search must not slow the training down.
 _NICENESS = 19
@@ -27,12 +27,14 @@ def answer(questions: BinaryIO) -> bool:
     if len(head) < LENGTH.size:
         return False
     fleet, start, settings = pickle.loads(questions.read(*LENGTH.unpack(head)))  # noqa: S301 - from the parent's own pipe
-    before, problem, plans = time.process_time(), "", {}
+    before, problem, found = time.process_time(), "", NewPlans({})
     try:
-        plans = {name: astuple(plan) for name, plan in search_again(fleet, start, settings).items()}
+        found = search_again(fleet, start, settings)
     except Exception as error:  # noqa: BLE001 - the question ends here, and its answer says what went wrong
         problem = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
-    print(json.dumps({"plans": plans, "problem": problem, "cpu_s": time.process_time() - before}), flush=True)
+    plans = {name: astuple(plan) for name, plan in found.items()}
+    about = {"gain": found.gain, "is_measured": found.is_measured, "problem": problem}
+    print(json.dumps({"plans": plans, **about, "cpu_s": time.process_time() - before}), flush=True)
     return True
 
 

@@ -18,7 +18,7 @@ A timing-only run of the same plans gives the same times, to the last digits, bu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from heapq import heappop, heappush
 
@@ -28,6 +28,7 @@ from pipar.execution.work import Work
 from pipar.methods import Plan
 from pipar.planner.bounds import Cutoff
 from pipar.planner.fleet import Fleet
+from pipar.planner.shared_host import settled
 from pipar.planner.simulated_cores import SimulatedCores
 from pipar.planner.simulated_device import Distribution, Disturb, SimulatedDevice, simulated_devices
 from pipar.planner.stage_times import decoding, model_s, protect_s, transfer_s
@@ -42,7 +43,11 @@ def simulate(
     fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None = None, *, disturb: Disturb | None = None
 ) -> Timing:
     """Return the times of one epoch, or of its first `iterations` and the exchange of models after them."""
-    return _Epoch(fleet, plans, iterations, disturb).run()
+    return _simulated(fleet, plans, lambda here: _Epoch(here, plans, iterations, disturb).run())
+
+
+def _simulated(fleet: Fleet, plans: Mapping[str, Plan], run: Callable[[Fleet], Timing]) -> Timing:
+    return run(fleet) if fleet.host is None else settled(fleet, plans, run)
 
 
 def simulate_within(
@@ -55,7 +60,7 @@ def simulate_within(
 ) -> Timing | None:
     """Return the same, or None as soon as it is certain that its `steady_epoch_s` is at least `within_s`."""
     try:
-        return _Epoch(fleet, plans, iterations, disturb, within_s=within_s).run()
+        return _simulated(fleet, plans, lambda here: _Epoch(here, plans, iterations, disturb, within_s=within_s).run())
     except _TooLong:
         return None
 

@@ -216,6 +216,17 @@ def _crossing_s(
     return (sum(sizes) + targets + len(sizes) * header) * 8 / rate_bps
 
 
+def message_bytes(fleet: Fleet, plan: Plan, batch: int) -> list[int]:
+    """Return the bytes of all activations and gradients of a batch, message by message, without headers."""
+    profile = fleet.server.profile
+    sizes: list[int] = []
+    for samples in fleet.pieces(batch, plan.micro_batches):
+        sizes.append(sum(profile.coded_bytes(plan.split_point, samples, "up", plan.up)) + fleet.targets.of(samples))
+        if fleet.trains(plan.split_point):
+            sizes.append(sum(profile.coded_bytes(plan.split_point, samples, "down", plan.down)))
+    return sizes
+
+
 def transfer_s(size_bytes: int, rate_bps: float | None) -> float:
     """Return how long a message of this size is on a link, with the headers of its frames."""
     frames = max(1, math.ceil(size_bytes / CHUNK_BYTES))

@@ -28,6 +28,9 @@ class Timing:
     contention: float = 1.0  # how many times as long the server's work took as on one core alone
     own_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # of OWN_LANES, device by device
     rest_s: Mapping[str, float] = field(default_factory=dict)  # of each device: iterations that were extrapolated
+    hosted: float = (
+        1.0  # how many times as long work with a whole core took on the machine that server and devices share
+    )
 
     @property
     def device_s(self) -> dict[str, float]:

@@ -9,8 +9,8 @@ and worst decile).
 
 Devices: `membership` (they join, are lost, resume and leave), `session` (the state of one device), `device_messages`
 (their messages, checked), `name_conflicts` (two devices with one credential), `message_limits` (what they may send),
-`enrolment` (which may join, and their first plans), `allow_list` (which of them the operator has named), `refusals`
-(those that may not).
+`link_measurement` (their links, when they join), `enrolment` (which may join, and their first plans), `allow_list`
+(which of them the operator has named), `refusals` (those that may not).
 
 How long they are waited for: `timeouts` (chosen from what is known), `learned_timeouts` (from the rounds so far),
 `deadlines` (of a round), `lost_devices` (ends sessions of devices that show no sign of life), `silent_devices` (which

@@ -46,6 +46,8 @@ class Introduction:
     spent: BudgetUse = field(default_factory=BudgetUse)  # on all updates that it has sent, also to other servers
     evaluation_samples: int = 0  # that it evaluates models on, and does not train on
     no_evaluation: str = ""  # why it cannot, although it has some
+    machine: str = ""  # an identifier that only programs of the same machine share, if it tells one
+    answers_probes: bool = False  # which measure its link
 
 
 def read_hello(message: Message, network: Profile | None, peer: str | None) -> Introduction:
@@ -64,7 +66,11 @@ def read_hello(message: Message, network: Profile | None, peer: str | None) -> I
     if not is_whole(kept, 0, _MOST_SAMPLES):
         raise ProtocolError(f"'{name}' reports {_shown(kept)} evaluation samples; 0 to {_MOST_SAMPLES} are allowed.")
     profile, spent = read_profile(content.get("profile"), network), _read_spent(name, content)
-    return Introduction(name, samples, profile, spent, kept, peer_text(content.get("no_evaluation", "")))
+    machine = content.get("machine", "")
+    if not isinstance(machine, str) or len(machine) > _LONGEST_NAME:
+        raise ProtocolError(f"'{name}' gives {_shown(machine)} as its machine; at most {_LONGEST_NAME} characters fit.")
+    no_evaluation, probes = peer_text(content.get("no_evaluation", "")), content.get("probes") is True
+    return Introduction(name, samples, profile, spent, kept, no_evaluation, machine, probes)
 
 
 def _read_spent(name: str, content: Mapping[str, Any]) -> BudgetUse:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pipar.errors import PlanError, ProtocolError, UnusableProfileError
+from pipar.execution.clock import clock_machine
 from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.planner.alone import best_plan_alone
@@ -48,6 +49,12 @@ class ClosedEnrolment:
             )
 
     def link(self, name: str) -> Link:
+        return self.job.links[name]
+
+    def measured(self, links: Mapping[str, Link]) -> None:
+        pass  # links of processes of one machine are emulated
+
+    def link_to_plan(self, name: str) -> Link:
         return self.job.links[name]
 
     async def begin(self, introductions: Sequence[Introduction]) -> Mapping[str, Orders]:
@@ -135,6 +142,12 @@ class OpenEnrolment:
     def link(self, name: str) -> Link:
         return self._spec(name).link
 
+    def measured(self, links: Mapping[str, Link]) -> None:
+        self.job = replace(self.job, measured_links={**self.job.measured_links, **links})
+
+    def link_to_plan(self, name: str) -> Link:
+        return self.job.measured_links.get(name) or self.link(name)
+
     async def begin(self, introductions: Sequence[Introduction]) -> Mapping[str, Orders]:
         job = self.job
         for introduction in introductions:
@@ -208,8 +221,10 @@ class OpenEnrolment:
             return job
         assert introduction.profile is not None
         specs = sorted([*job.specs, self._spec(introduction.name)], key=lambda spec: spec.name)
+        is_here = introduction.machine == clock_machine()
         return replace(
             job,
+            hosted=job.hosted | ({introduction.name} if is_here else set()),
             specs=tuple(specs),
             sizes={**job.sizes, introduction.name: introduction.samples},
             device_profiles={**job.device_profiles, introduction.name: introduction.profile},

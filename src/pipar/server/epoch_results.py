@@ -242,15 +242,18 @@ class ResultCollector:
         while (epoch := self._epochs.get(self._emitted + 1)) is not None and self._is_complete(epoch):
             self._emitted += 1
             del self._epochs[self._emitted]
-            self._emit(self._result(self._emitted, epoch), _spans(epoch))
-            self._learn(self._emitted, epoch)
+            result = self._result(self._emitted, epoch)
+            self._emit(result, _spans(epoch))
+            self._learn(self._emitted, epoch, result.seconds)
             self._bounds.forget(self._emitted)
         self._changed.set()
 
-    def _learn(self, number: int, epoch: _Epoch) -> None:
+    def _learn(self, number: int, epoch: _Epoch, seconds: float) -> None:
         if self._predictor is not None and epoch.server is not None:
             computed = {name: trace.totals[COMPUTE].busy_s for name, trace in epoch.devices.items()}
             self._predictor.learn(number, computed, sum(lane.busy_s for lane in epoch.server.totals.values()))
+            if epoch.devices:
+                self._predictor.learn_seconds(number, seconds, epoch.devices.keys())
             self._predictor.forget(number)
 
     def _is_complete(self, epoch: _Epoch) -> bool:

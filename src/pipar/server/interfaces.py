@@ -120,6 +120,12 @@ class Enrolment(AdmissionPolicy, Protocol):
     async def begin(self, introductions: Sequence[Introduction]) -> Mapping[str, Orders]:
         """Return the first orders of all devices that begin the training together."""
 
+    def measured(self, links: Mapping[str, Link]) -> None:
+        """Plan for links as they were measured when devices joined."""
+
+    def link_to_plan(self, name: str) -> Link:
+        """Return the link of a device that plans are made for: the measured one, if it was measured."""
+
     def join(self, introduction: Introduction) -> Orders:
         """Return the orders of a device that joins later; one that took part before keeps its plan."""
 

@@ -330,6 +330,9 @@ class Membership:
             raise LinkError(f"it ended its session ({peer_text(read_json(message).get('reason', 'no reason'))})")
         if message.kind is Kind.STOP and session.is_stopped:
             raise LinkError("it has left")
+        if message.kind is Kind.PROBE:
+            session.take_probe(message)
+            return
         if not session.is_welcome:
             raise ProtocolError(f"{message} arrived before the device had its orders.")
         if message.kind is Kind.END_EPOCH:  # its update follows, and part of it may arrive even if not all does

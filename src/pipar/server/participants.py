@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
+from weakref import WeakSet
 
 from pipar.errors import LinkError, ProtocolError, UnusableProfileError, describe, is_lack_of_memory
 from pipar.events import Drawn, Observer
 from pipar.execution.lanes import Lanes
 from pipar.execution.work import Work
 from pipar.server.interfaces import Enrolment, Learner, Training
+from pipar.server.link_measurement import measure_links
 from pipar.server.membership import Membership
 from pipar.server.plan_updates import PlanUpdates
 from pipar.server.session import Session
@@ -36,13 +38,14 @@ class Participants:
         self._plans = plans
         self._pool = pool
         self._observe = observe
+        self._measured: WeakSet[Session] = WeakSet()  # whose links were measured, as far as possible
         self._planned_for: set[str] = set()  # devices that plans are made for
         self._drawn: Collection[str] | None = None  # devices that have a replica; None: all that are present
 
     async def begin(self, done: int) -> None:
         """Wait for enough devices, and put the first plans into effect: those of the job, or new ones by profile."""
         orders = await self._first_orders()
-        links = {name: self._enrolment.link(name) for name in sorted(self._planned_for)}
+        links = {name: self._enrolment.link_to_plan(name) for name in sorted(self._planned_for)}
         changed = self._plans.begin(orders, links, self._training.plans)
         if changed:
             self._plans.move_and_announce(done + 1, changed)
@@ -51,6 +54,7 @@ class Participants:
         """Return the orders of all present devices; those for which no plan is possible are dismissed."""
         while True:
             await self._membership.wait_for(self._training.min_devices)
+            await self._measure(self._membership.present())
             introductions = [session.introduction for session in self._membership.present()]
             self._planned_for = {introduction.name for introduction in introductions}
             try:
@@ -65,6 +69,7 @@ class Participants:
         """Wait for enough devices, and welcome all that are present and do not have their orders yet."""
         await self._membership.wait_for(max(self._training.min_devices, wanted))
         self.release_absent()
+        await self._measure([session for session in self._membership.present() if not session.is_welcome])
         for session in self._membership.present():
             if session.owes_acknowledgements:  # what is kept for it must not grow with every round
                 self._membership.end(session, LinkError("it has not acknowledged the messages of several rounds"))
@@ -72,6 +77,14 @@ class Participants:
                 await self._membership.dismiss(session, f"round {done + 1} starts over", again=True)
             elif not session.is_welcome:
                 await self._try_to_welcome(session, done)
+
+    async def _measure(self, sessions: Sequence[Session]) -> None:
+        """Measure the links that no rate is known of, once for each session."""
+        new = [session for session in sessions if session not in self._measured]
+        self._measured = WeakSet(sessions) | self._measured
+        known = {session.device: self._enrolment.link(session.device) for session in new}
+        if links := await measure_links(new, known):
+            self._enrolment.measured(links)
 
     async def _try_to_welcome(self, session: Session, done: int) -> None:
         try:
@@ -88,7 +101,7 @@ class Participants:
         if not self._plans.knows(name):
             self._plans.join(name, self._enrolment.join(session.introduction), done + 1)
         if name not in self._planned_for:
-            self._plans.replan_with(name, self._enrolment.link(name))
+            self._plans.replan_with(name, self._enrolment.link_to_plan(name))
         self._planned_for.add(name)
         self._plans.limit(session)
         self._membership.welcome(session, self._plans.orders(name))

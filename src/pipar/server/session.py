@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -16,6 +17,7 @@ from pipar.planner.replanner import MeasuredLink
 from pipar.server.device_messages import EndOfEpoch, EvaluationAnswer, Introduction
 from pipar.server.expected_scores import ExpectedScores
 from pipar.transport.channel import Channel
+from pipar.transport.link_trial import LONGEST_TRAIN
 from pipar.transport.rate_estimate import estimate_traffic
 from pipar.transport.shaping import Traffic
 from pipar.wire.frames import SMALL_BODY_BYTES, body_limit, package_version
@@ -125,6 +127,7 @@ class Session:
         self.evaluation = ExpectedScores(introduction)
         self.measured: MeasuredLink | None = None  # in its last round
         self._uplink = Traffic()  # of a real link, as last measured
+        self._probes: asyncio.Queue[tuple[Message, float]] | None = None  # while the link is measured
         self._computing: asyncio.Future[Any] | None = None  # on a model that it shares with others
 
     # --- phases
@@ -370,6 +373,27 @@ class Session:
         channel.meter.take(epoch, down)
         self.measured = MeasuredLink(up if up.is_enough else end.uplink, channel.meter.read(epoch))
         return self.measured
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Keep PROBE messages of the device with their times of arrival, for `next_probe`."""
+        self._probes = asyncio.Queue()
+        try:
+            yield
+        finally:
+            self._probes = None
+
+    def take_probe(self, message: Message) -> None:
+        """Keep a message that measures the link; one that comes late is of no use."""
+        if self._probes is None or self._probes.qsize() > LONGEST_TRAIN:
+            self.channel.count_useless(message)
+        else:
+            self._probes.put_nowait((message, asyncio.get_running_loop().time()))
+
+    async def next_probe(self) -> tuple[Message, float]:
+        """Return the next message that measures the link, and when it arrived."""
+        assert self._probes is not None
+        return await self._probes.get()
 
     # --- waiting
 

@@ -363,8 +363,8 @@ class Channel:
             self._lose(transport, error)
             return
         self.sent_at = written_at = self._loop.time()
-        if frame.message.kind is Kind.ALIVE:
-            return  # it belongs to no epoch
+        if frame.message.kind in (Kind.ALIVE, Kind.PROBE):
+            return  # they belong to no epoch
         self._measure(frame, ready_at, end - start)
         if self._pacer.rates.at(end) is None:
             # Without an emulated rate, the lane is busy until the transport has taken the frame.

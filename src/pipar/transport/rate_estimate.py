@@ -24,6 +24,8 @@ from pipar.wire.frames import Frame
 _REMEMBERED = 100
 #: A frame of at most this share of another's size needs a negligible time on the link.
 _SMALL = 0.1
+#: So many bytes may pass in a burst that a link does not sustain, because it was idle before.
+_BURST_BYTES = 32_000
 #: Links vary less within a few rounds. With more between the best burst and the mean, the machines were late.
 _LATE = 3.0
 #: The best burst is one of the latest frames, so that a link that has become slow is not taken for one that is late.
@@ -115,11 +117,16 @@ def estimate_traffic(ready: FrameTimes, came: FrameTimes) -> Traffic:
     quickest = min(both, key=lambda one: one.came - one.ready)
     delay = quickest.came - quickest.ready
     waited, alone = [], []
+    carried = both[0].size_bytes  # since the link was idle
     for before, one in pairwise(both):
         starts = max(before.came, one.ready + delay)
-        if one.ready + delay < before.came:
+        has_waited = one.ready + delay < before.came
+        if has_waited and carried >= _BURST_BYTES:
             waited.append((one.size_bytes, one.came - starts))
-        elif quickest.size_bytes <= _SMALL * one.size_bytes:
+        carried = one.size_bytes + (carried if has_waited else 0)
+        if has_waited:
+            continue
+        if quickest.size_bytes <= _SMALL * one.size_bytes:
             alone.append((one.size_bytes, one.came - starts))
     queued = _sum(waited)
     mean = queued if queued.is_enough else _sum(waited + alone)
@@ -142,7 +149,7 @@ def _best(passages: Sequence[_Passage], delay: float, small_bytes: int) -> Traff
             starts, carried = one.ready + delay, 0
             bursts.append([])
         carried, until = carried + one.size_bytes, max(until, one.came)
-        if small_bytes <= _SMALL * carried:
+        if small_bytes <= _SMALL * carried and carried >= 2 * _BURST_BYTES:
             bursts[-1].append(Traffic(carried - small_bytes, max(_LEAST_S, one.came - starts)))
     fastest = sorted((max(burst, key=_speed) for burst in bursts if burst), key=_speed, reverse=True)
     found: list[tuple[int, float]] = []

@@ -2,6 +2,7 @@
 
 device                        server
 HELLO          ->                        name, samples, and the device's profile if it has one
+PROBE         <->                        frames that measure the link, if the device's HELLO allows it
                <-          WELCOME       session, plan and the rest of its orders
                <-          MODEL         the device's part of the global model
                <-          ROUND         train this epoch
@@ -62,10 +63,11 @@ class Kind(IntEnum):
     NORM = 16
     EVALUATE = 17
     SCORES = 18
+    PROBE = 19
 
 
-#: These open, keep or end a connection. They have no number, overtake queued messages, and are not sent again.
-UNNUMBERED = frozenset({Kind.HELLO, Kind.WELCOME, Kind.FAULT, Kind.ALIVE})
+#: These open, measure, keep or end a connection. They have no number, overtake queued messages, and are not sent again.
+UNNUMBERED = frozenset({Kind.HELLO, Kind.WELCOME, Kind.FAULT, Kind.ALIVE, Kind.PROBE})
 
 DTYPES = {"": 0, "float32": 1, "float64": 2}
 ITEM_BYTES = {"": 1, "float32": 4, "float64": 8}
