@@ -1,38 +1,54 @@
 """Real deployments in network namespaces: everything "auto" against the best fixed choice, and the pipeline's links.
 
-    python -m benchmarks deployment                       the whole table
+    python -m benchmarks deployment                       everything, in about an hour
     python -m benchmarks.deployment_cell --link 10/25     one training (its docstring shows more)
 
-Server and devices are real processes with mTLS, on this machine's cores, over links that the kernel shapes. Fixed
-choices train three epochs, of which the last two count; "auto" trains seven. Trainings alternate; after the first
-repetition, fixed choices that took 15 % longer than the best are left out. The environment limits what is measured:
-PIPAR_DEPLOYMENT_CELLS (as in "2:10/25 4:unlimited", or "none"), PIPAR_DEPLOYMENT_REPEATS (3) and
-PIPAR_DEPLOYMENT_PARTS (as in "table steady wire").
+Server and devices are real processes with mTLS, on this machine's cores, over links that the kernel shapes; "local" are
+processes of `pipar run`. Fixed choices train three epochs, of which the last two count; "auto" trains seven. Trainings
+alternate; after the first repetition, fixed choices that took 15 % longer than the best are left out. The environment
+limits what is measured: PIPAR_DEPLOYMENT_CELLS (as in "2:10/25 4:unlimited", or "none"), PIPAR_DEPLOYMENT_REPEATS (3)
+and PIPAR_DEPLOYMENT_PARTS (as in "table local steady wire"). What was measured before on this machine is kept, and
+repetitions are added to it, so that a machine that is seldom quiet can be measured piece by piece; with
+PIPAR_DEPLOYMENT_FRESH=1 nothing is kept.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.deployment_cell import Cell, Choice, Outcome, end_like_ctrl_c, make_certificates, names, train
 from benchmarks.plain_stream import carried_bps
-from benchmarks.record import Claim
+from benchmarks.record import RESULTS, Claim, pipar
 from benchmarks.shaped_namespaces import ShapedLink
+from pipar.profiling.cache import machine_fingerprint
 
 _CELLS = os.environ.get("PIPAR_DEPLOYMENT_CELLS", "2:10/25 2:50/50 2:1/5 2:unlimited 4:10/25 4:50/50 4:1/5 4:unlimited")
 _REPEATS = int(os.environ.get("PIPAR_DEPLOYMENT_REPEATS", "3"))
-_PARTS = os.environ.get("PIPAR_DEPLOYMENT_PARTS", "table steady wire").split()
+_PARTS = os.environ.get("PIPAR_DEPLOYMENT_PARTS", "table local steady wire").split()
 _DATA = "cifar10" if os.environ.get("PIPAR_DATA") else "synthetic"
 _AUTO = Choice()
 _FIXED = (
     Choice("fl"),
     Choice("sfl"),
-    *(Choice("pipar", p, n, encoding) for p, n in ((1, 4), (1, 8), (2, 4), (3, 4)) for encoding in ("auto", "raw")),
+    *(Choice("pipar", p, n, encoding) for p, n in ((1, 8), (2, 4), (3, 4)) for encoding in ("auto", "raw")),
 )
+#: Settings of `pipar run`, and the choices that "auto" is compared with there.
+_LOCAL = {
+    "pipar run, 2 devices at full speed, unlimited": (
+        "--devices 2 --link unlimited --set devices.speed=1.0 --set data.samples_per_device=500"
+    ),
+    "pipar run, 4 devices at speed 0.05, 4G": (
+        "--devices 4 --link 4g --set devices.speed=0.05 --set data.samples_per_device=200"
+    ),
+}
+_FIXED_LOCAL = (Choice("fl"), Choice("sfl"), Choice("pipar", 1, 8), Choice("pipar", 1, 25), Choice("pipar", 3, 4))
 #: Names of fewer devices are the first of these.
 _MOST_DEVICES = 9
 _AUTO_EPOCHS, _FIXED_EPOCHS, _STEADY_EPOCHS = 7, 3, 30
@@ -49,12 +65,22 @@ def measure(folder: Path) -> tuple[list[Claim], dict[str, object]]:
     end_like_ctrl_c()
     runs = _Runs(folder)
     claims: list[Claim] = []
-    details: dict[str, object] = {}
-    for part, measured in (("table", _table), ("steady", _steady), ("wire", _wire)):
+    details = _kept()
+    for part, measured in (("table", _table), ("local", _local), ("steady", _steady), ("wire", _wire)):
+        before = details.get(part, {})
         if part in _PARTS:
-            found, details[part] = measured(runs)
-            claims += found
+            details[part] = measured(runs, before)
+        claims += _CLAIMS[part](details[part]) if part in details else []
     return claims, details
+
+
+def _kept() -> dict[str, Any]:
+    """Return what was measured before, on this machine."""
+    path = RESULTS / "deployment.json"
+    if os.environ.get("PIPAR_DEPLOYMENT_FRESH") or not path.exists():
+        return {}
+    content = json.loads(path.read_text("utf-8"))
+    return dict(content["details"]) if content["machine"] == machine_fingerprint() else {}
 
 
 class _Runs:
@@ -66,54 +92,97 @@ class _Runs:
         self._count = 0
 
     def train(self, cell: Cell) -> Outcome:
-        self._count += 1
-        outcome = train(replace(cell, data=_DATA), self._folder / str(self._count), self._certs)
-        seconds = " ".join(f"{epoch:.2f}" for epoch in outcome.seconds)
-        print(f"  {cell.devices} devices, {cell.link}, {cell.choice}: {seconds} s", flush=True)
+        outcome = train(replace(cell, data=_DATA), self._next(), self._certs)
+        _show(f"{cell.devices} devices, {cell.link}, {cell.choice}", outcome.seconds)
         return outcome
+
+    def run(self, options: str, choice: Choice, epochs: int) -> list[float]:
+        """Train with `pipar run`; return the seconds of its epochs."""
+        settings = [f"run.method={choice.method}", f"wire.encoding={choice.encoding}", f"run.epochs={epochs}"]
+        settings += ["model.norm=batch", f"data.name={_DATA}", "data.validation=100", "data.test=100"]
+        if choice.split_point is not None:
+            settings += [f"plan.split_point={choice.split_point}", f"plan.micro_batches={choice.micro_batches}"]
+        if _DATA == "synthetic":
+            settings.append("data.shape=[3, 32, 32]")
+        words = [word for setting in settings for word in ("--set", setting)]
+        result = pipar(["run", *options.split(), *words], self._next())
+        seconds = [float(epoch["seconds"]) for epoch in result["epochs"]]
+        _show(f"{options}, {choice}", seconds)
+        return seconds
+
+    def _next(self) -> Path:
+        self._count += 1
+        return self._folder / str(self._count)
+
+
+def _show(what: str, seconds: Sequence[float]) -> None:
+    print(f"  {what}: {' '.join(f'{epoch:.2f}' for epoch in seconds)} s", flush=True)
 
 
 # --- "auto" against the best fixed choice
 
 
-def _table(runs: _Runs) -> tuple[list[Claim], object]:
-    claims, rows = [], {}
+#: Seconds of the epochs of every repetition, by choice.
+Row = dict[str, list[list[float]]]
+
+
+def _table(runs: _Runs, before: Mapping[str, Row]) -> dict[str, Row]:
+    rows = dict(before)
     for text in [] if _CELLS == "none" else _CELLS.split():
         devices, link = text.split(":")
         cell = Cell(int(devices), ShapedLink.parse(link))
-        row = _row(runs, cell)
-        rows[text] = row
-        claims += _row_claims(f"{devices} devices, {link}", row)
-    return claims, rows
+        choices = [choice for choice in _FIXED if _is_possible(choice, cell.link)]
+
+        def train(choice: Choice, epochs: int, cell: Cell = cell) -> list[float]:
+            return runs.train(replace(cell, choice=choice, epochs=epochs)).seconds
+
+        rows[text] = _row(choices, train, rows.get(text, {}))
+    return rows
 
 
-def _row(runs: _Runs, cell: Cell) -> dict[str, list[list[float]]]:
-    """Return the epoch seconds of every repetition of every choice, measured in turn."""
-    row: dict[str, list[list[float]]] = {}
-    choices = [choice for choice in _FIXED if _link_s(choice, cell.link) <= _LONGEST_EPOCH_S]
+def _local(runs: _Runs, before: Mapping[str, Row]) -> dict[str, Row]:
+    """Compare processes of `pipar run`: as fast as this machine, and emulated boards on 4G."""
+    rows = dict(before)
+    for name, settings in _LOCAL.items():
+        rows[name] = _row(_FIXED_LOCAL, lambda *what, given=settings: runs.run(given, *what), rows.get(name, {}))
+    return rows
+
+
+def _row(choices: Sequence[Choice], train: Callable[[Choice, int], list[float]], before: Row) -> Row:
+    """Return a row with more repetitions of every choice, measured in turn."""
+    row = {name: list(repetitions) for name, repetitions in before.items()}
     for _ in range(_REPEATS):
+        known = [choice for choice in choices if str(choice) in row]
+        best = min((_fixed_s(row[str(choice)]) for choice in known), default=math.inf)
         for choice in (*choices, _AUTO):
-            epochs = _AUTO_EPOCHS if choice == _AUTO else _FIXED_EPOCHS
-            outcome = runs.train(replace(cell, choice=choice, epochs=epochs))
-            row.setdefault(str(choice), []).append(outcome.seconds)
-        best = min(_fixed_s(row[str(choice)]) for choice in choices)
-        choices = [choice for choice in choices if _fixed_s(row[str(choice)]) <= _HOPELESS * best]
+            if choice != _AUTO and choice in known and _fixed_s(row[str(choice)]) > _HOPELESS * best:
+                continue
+            row.setdefault(str(choice), []).append(train(choice, _AUTO_EPOCHS if choice == _AUTO else _FIXED_EPOCHS))
     return row
 
 
-def _row_claims(what: str, row: dict[str, list[list[float]]]) -> list[Claim]:
-    best, name = min((_fixed_s(repetitions), name) for name, repetitions in row.items() if name != str(_AUTO))
-    later = median(_mean(seconds[2:]) for seconds in row[str(_AUTO)])
-    all_epochs = median(_mean(seconds) for seconds in row[str(_AUTO)])
-    return [
-        Claim(f"{what}: auto from the third epoch on / best fixed ({name})", later / best, "", most=1.05),
-        Claim(f"{what}: all {_AUTO_EPOCHS} epochs of auto / best fixed", all_epochs / best, "", most=1.15),
-    ]
+def _row_claims(rows: Mapping[str, Row]) -> list[Claim]:
+    claims = []
+    for text, row in rows.items():
+        what = text if text in _LOCAL else "{} devices, {}".format(*text.split(":"))
+        best = min(_fixed_s(repetitions) for name, repetitions in row.items() if name != str(_AUTO))
+        later = median(_mean(seconds[2:]) for seconds in row[str(_AUTO)])
+        all_epochs = median(_mean(seconds) for seconds in row[str(_AUTO)])
+        claims += [
+            Claim(f"{what}: auto from the third epoch on / best fixed", later / best, "", most=1.05),
+            Claim(f"{what}: all {_AUTO_EPOCHS} epochs of auto / best fixed", all_epochs / best, "", most=1.15),
+        ]
+    return claims
 
 
 def _fixed_s(repetitions: Iterable[Sequence[float]]) -> float:
     """Return the epoch of a fixed choice: the median of all epochs but the first of each repetition."""
     return median(seconds for repetition in repetitions for seconds in repetition[1:])
+
+
+def _is_possible(choice: Choice, link: ShapedLink) -> bool:
+    """Return whether a choice is worth measuring: raw values never are on a slow link, nor epochs of minutes."""
+    return _link_s(choice, link) <= _LONGEST_EPOCH_S and (choice.encoding == "auto" or link.up is None)
 
 
 def _link_s(choice: Choice, link: ShapedLink) -> float:
@@ -132,43 +201,66 @@ def _mean(values: Sequence[float]) -> float:
 # --- plans on steady links
 
 
-def _steady(runs: _Runs) -> tuple[list[Claim], object]:
-    claims, details = [], {}
-    for link in ("50/50", "unlimited"):
-        outcome = runs.train(Cell(2, ShapedLink.parse(link), epochs=_STEADY_EPOCHS))
-        details[link] = outcome.as_json()
-        claims.append(
-            Claim(f"2 devices, {link}: changes of plans in {_STEADY_EPOCHS} rounds", outcome.changes, "", most=2)
+def _steady(runs: _Runs, _: object) -> dict[str, Any]:
+    return {
+        link: runs.train(Cell(2, ShapedLink.parse(link), epochs=_STEADY_EPOCHS)).as_json()
+        for link in ("50/50", "unlimited")
+    }
+
+
+def _steady_claims(details: Mapping[str, Any]) -> list[Claim]:
+    return [
+        Claim(
+            f"2 devices, {link}: changes of plans in {_STEADY_EPOCHS} rounds",
+            sum(change["epoch"] > 1 for change in outcome["changes"]),
+            "",
+            most=2,
         )
-    return claims, details
+        for link, outcome in details.items()
+    ]
 
 
 # --- the pipeline's share of the link
 
 
-def _wire(runs: _Runs) -> tuple[list[Claim], object]:
+def _wire(runs: _Runs, _: object) -> dict[str, Any]:
     """Compare P=1 N=8 over 10/25 with what one plain TCP connection carries there."""
     link = ShapedLink(10, 25)
     limit_bps = carried_bps(link)
     raw, coded = [], []
-    for _ in range(max(1, _REPEATS // 2)):
+    for _repetition in range(max(1, _REPEATS // 2)):
         raw.append(runs.train(Cell(2, link, Choice("pipar", 1, 8, "raw"), epochs=3)))
         coded.append(runs.train(Cell(2, link, Choice("pipar", 1, 8), epochs=4)))
+    return {
+        "plain_tcp_bps": limit_bps,
+        "raw": [one.as_json() for one in raw],
+        "auto": [one.as_json() for one in coded],
+    }
+
+
+def _wire_claims(details: Mapping[str, Any]) -> list[Claim]:
+    raw, coded, limit_bps = details["raw"], details["auto"], details["plain_tcp_bps"]
     sent = _SAMPLES * (_SAMPLE_BYTES + _LABEL_BYTES)
-    raw_s = _fixed_s(outcome.seconds for outcome in raw)
-    coded_s = _fixed_s(outcome.seconds[1:] for outcome in coded)
-    coded_bytes = median(epoch["bytes_up"] / 2 for outcome in coded for epoch in outcome.result["epochs"][2:])
-    claims = [
+    raw_s = _fixed_s(outcome["seconds"] for outcome in raw)
+    coded_s = _fixed_s(outcome["seconds"][1:] for outcome in coded)
+    coded_bytes = median(size / 2 for outcome in coded for size in outcome["bytes_up"][2:])
+    return [
         Claim("raw, P=1 N=8, 10/25: limit of the link / epoch", sent * 8 / limit_bps / raw_s, "", least=0.95),
         Claim("P=1 N=8, 10/25: wire auto / raw", coded_s / raw_s, "", most=0.62),
         Claim("wire auto: limit of its own bytes / epoch", coded_bytes * 8 / limit_bps / coded_s, "", least=0.95),
         Claim("raw: bytes beyond payload, up", _overhead(raw[0], sent), "", most=0.015),
     ]
-    cells = {"raw": [one.as_json() for one in raw], "auto": [one.as_json() for one in coded]}
-    return claims, {"plain_tcp_bps": limit_bps, **cells}
 
 
-def _overhead(outcome: Outcome, epoch_bytes: int) -> float:
+def _overhead(outcome: Mapping[str, Any], epoch_bytes: int) -> float:
     """Return what TCP carried up beyond the payload of all epochs, as a share of it."""
-    carried = median(up for up, _ in outcome.tcp_bytes.values())
-    return carried / (epoch_bytes * len(outcome.seconds)) - 1
+    carried = median(up for up, _ in outcome["tcp_bytes"].values())
+    return carried / (epoch_bytes * len(outcome["seconds"])) - 1
+
+
+_CLAIMS: dict[str, Callable[[Any], list[Claim]]] = {
+    "table": _row_claims,
+    "local": _row_claims,
+    "steady": _steady_claims,
+    "wire": _wire_claims,
+}

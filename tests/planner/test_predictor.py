@@ -22,7 +22,7 @@ from pipar.methods import METHODS, Plan
 from pipar.planner.calibration import Calibration, MachineHistory, Shares, calibrated, pooled, situation_key
 from pipar.planner.compute_load import compute_loads, compute_seconds
 from pipar.planner.costs import Costs
-from pipar.planner.fleet import Fleet
+from pipar.planner.fleet import Fleet, SharedHost
 from pipar.planner.predictor import Predictor, forecast_rounds, predict_s
 from pipar.profiling.profile import Profile
 from pipar.settings.config_file import config_from
@@ -399,3 +399,38 @@ def test_devices_that_differ_twentyfold_are_all_forecast(method: str) -> None:
     here = replace(here, members=(slow, *others))
     alone_s = predict_s(replace(here, members=(slow,), method=METHODS["sfl"]), plans(here, Plan(2, 1)))
     assert forecast_rounds(here, plans(here, Plan(2, 1)), 1e5)[slow.name][0] >= 0.9 * alone_s
+
+
+def test_the_reason_for_planning_again_names_the_machine_that_differs_most() -> None:
+    here = fleet(3)
+    predictor = Predictor(here, plans(here))
+    devices, server = compute_seconds(here, plans(here))
+    predictor.learn(1, {name: 1.4 * s if name == "d01" else s for name, s in devices.items()}, server)
+    assert predictor.reason() == "d01 is 1.4x slower than its profile"
+    predictor = Predictor(here, plans(here))
+    predictor.learn(1, {name: s / 2 for name, s in devices.items()}, server)
+    assert predictor.reason() == "devices are 2x faster than their profiles"
+    predictor = Predictor(here, plans(here))
+    predictor.learn(1, devices, 3 * server)
+    assert predictor.reason() == "the server is 3x slower than its profile"
+
+
+def test_epochs_that_take_longer_than_predicted_are_a_reason_to_plan_again_once() -> None:
+    here = fleet()
+    predictor = Predictor(here, plans(here), scatter=0.03)
+    predictor.learn(1, *compute_seconds(here, plans(here)))
+    predictor.learn_seconds(1, 1.3 * predict_s(here, plans(here)), plans(here))
+    assert "1.3x longer than predicted" in predictor.reason()
+    predictor.latest({})
+    assert predictor.reason() == ""
+
+
+def test_devices_that_are_slowed_down_by_others_on_their_machine_are_not_taken_for_slow() -> None:
+    here = fleet(4, speed=0.5)
+    members = tuple(replace(member, host_share=1.0) for member in here.members)
+    here = replace(here, members=members, host=SharedHost(2))
+    devices, server = compute_seconds(here, plans(here, Plan(4, 1)))
+    assert devices["d00"] > 1.5 * compute_seconds(replace(here, host=None), plans(here, Plan(4, 1)))[0]["d00"]
+    predictor = Predictor(here, plans(here, Plan(4, 1)))
+    predictor.learn(1, devices, server)
+    assert predictor.reason() == ""

@@ -26,6 +26,7 @@ from pipar.errors import (
     TryAgainError,
     UnusableProfileError,
 )
+from pipar.execution.clock import clock_machine
 from pipar.job.job import Job
 from pipar.job.plans import make_plans
 from pipar.launch.rehearsal import rehearse
@@ -311,3 +312,30 @@ def test_a_device_with_another_network_learns_that_its_configuration_is_wrong_an
     told = fault(refused.value)
     assert isinstance(_fault(told, "refused this device"), NetworkRefusedError)
     assert isinstance(_fault(fault("no"), "refused this device"), TrainingError)
+
+
+def test_a_device_on_the_servers_machine_is_planned_for_with_its_cores() -> None:
+    enrolment = opened()
+    here, elsewhere = (
+        Introduction(name, 100, WHOLE, machine=machine) for name, machine in (("a", clock_machine()), ("b", "another"))
+    )
+    asyncio.run(enrolment.begin([here, elsewhere]))
+    assert [member.host_share for member in enrolment.job.fleet().members] == [1.0, 0.0]
+    alone = opened()
+    asyncio.run(alone.begin([elsewhere]))
+    assert alone.job.fleet().host is None
+
+
+def test_first_plans_are_made_for_links_as_they_were_measured() -> None:
+    planned: list[Link] = []
+
+    def plan(job: Job) -> Mapping[str, Plan]:
+        planned.extend(member.link for member in job.fleet().members)
+        return MAKE_PLANS(job)
+
+    enrolment, found = opened(Link(), plans=plan), Link(up_bps=3e6, down_bps=5e6, latency_s=0.01)
+    enrolment.measured({"a": found})
+    asyncio.run(enrolment.begin([Introduction("a", 100, WHOLE)]))
+    assert planned == [found]
+    assert (enrolment.link_to_plan("a"), enrolment.link_to_plan("b")) == (found, Link())
+    assert enrolment.link("a") == Link()  # it is not emulated

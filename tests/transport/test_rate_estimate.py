@@ -226,3 +226,14 @@ def test_a_link_that_has_become_slow_is_not_taken_for_a_late_machine() -> None:
     rate_bps = estimate_traffic(ready, came).rate_bps
     assert rate_bps is not None
     assert rate_bps < 6e6
+
+
+def test_a_burst_that_the_link_lets_pass_after_a_pause_does_not_make_it_look_fast() -> None:
+    """A token bucket of 32 kB: the first frames of each burst arrive at once, the others at 8 Mbit/s."""
+    ready, came = {}, {}
+    for burst in range(5):
+        for number in range(6):
+            key, at = (6 * burst + number, 0), float(burst)
+            ready[key] = FrameTime(at)
+            came[key] = FrameTime(at + 0.02 * max(0, number - 1) + 1e-4 * number, 20_000)
+    assert estimate_traffic(ready, came).rate_bps == pytest.approx(8e6, rel=0.03)
