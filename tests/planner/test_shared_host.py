@@ -8,9 +8,11 @@ import pytest
 from support.fleets import fleet, plans
 
 from pipar.methods import Plan
+from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, SharedHost
 from pipar.planner.search import search_plans
 from pipar.planner.simulator import simulate, simulate_within
+from pipar.profiling.profile import LayerProfile, Profile
 from pipar.settings.links import Link
 
 Q = 4  # layers of the fleet's network
@@ -84,3 +86,12 @@ def test_a_sample_of_a_fleet_has_its_share_of_the_machine() -> None:
     assert sample.host is not None
     assert sample.host.cores == pytest.approx(2.0)
     assert epoch_s(sample, Plan(Q, 1)) == pytest.approx(whole, rel=0.05)
+
+
+def test_work_too_small_for_its_profile_takes_no_time() -> None:
+    layers = (LayerProfile("layer", (0.0, 0.0), (0.0, 0.0), output_bytes=4096, parameter_bytes=4096),) * Q
+    nothing = Costs(Profile("small", "float32", (1, 10), layers))
+    alone = fleet(2, speed=1.0)
+    members = tuple(replace(member, costs=nothing) for member in alone.members)
+    here = on_one_machine(replace(alone, members=members, server=nothing), cores=2)
+    assert epoch_s(here, Plan(1, 4)) == 0.0

@@ -66,6 +66,8 @@ def _slowed(fleet: Fleet, slowdown: Slowdown) -> Fleet:
 def _slowdown(fleet: Fleet, plans: Mapping[str, Plan], timing: Timing) -> Slowdown:
     host, seconds = fleet.host, timing.epoch_s
     assert host is not None
+    if not seconds:  # the profile is too coarse to have seen work as small as this
+        return _NONE
     around = _Around(fleet, plans)
     devices = [
         min(1.0, (timing.own_s[m.name][0] + around.coding_s(n, len(timing.ends[m.name]))) / seconds) * m.host_share
