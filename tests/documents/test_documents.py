@@ -102,7 +102,8 @@ def test_the_file_with_all_keys_has_every_key_and_no_other() -> None:
     others = ("factory", "clip_norm")  # not with an optimiser's own arguments, and not with noise
     arguments = {key: value for key, value in tree["optimizer"].items() if key not in others}
     task = {key: value for key, value in tree["task"].items() if key != "count"}  # of a loss of one's own only
-    config_from({**tree, "optimizer": arguments, "task": task})
+    data = {key: value for key, value in tree["data"].items() if key != "inputs"}  # takes the place of a shape
+    config_from({**tree, "optimizer": arguments, "task": task, "data": data})
     written = {name: list(tree[name][0] if name == "devices" else tree[name]) for name in tree}
     assert written == {name: list(model.model_fields) for name, model in SECTIONS.items()}
 

@@ -200,9 +200,12 @@ def test_a_server_needs_no_number_of_classes_where_the_loss_has_none(
     workload = server_of(tmp_path, monkeypatch, {"data": data, "task": task})
     assert workload.task.form == InputForm((TensorForm((3,)),))
     workload.checked_model()
-    with pytest.raises(ConfigError, match=r"also give data\.shape and data\.classes"):
-        server_of(tmp_path, monkeypatch, {"data": data})
-    with pytest.raises(ConfigError, match=r"also give data\.shape\."):
+    own_number = server_of(tmp_path, monkeypatch, {"data": data})  # of classes: the outputs of the network
+    assert own_number.task.classes == 3
+    own_number.checked_model()
+    with pytest.raises(ConfigError, match=r"cannot count the labels: also give data\.classes\."):
+        server_workload(config_from({"data": data}))
+    with pytest.raises(ConfigError, match=r"let it return a set for the name 'validation', or give data\.shape .* or"):
         server_of(tmp_path, monkeypatch, {"data": {"factory": "remote_sets:nothing"}, "task": task})
 
 
@@ -215,14 +218,6 @@ def test_a_server_validates_one_number_for_each_sample(tmp_path: Path, monkeypat
     workload = server_of(tmp_path, monkeypatch, tree)
     workload.checked_model()
     assert sum(size for size, _ in workload.samples.held_out_batches("validation")) == 5
-
-
-def test_a_server_says_that_a_deployment_cannot_train_on_tokens() -> None:
-    tree: dict[str, Any] = {"model": {"factory": "verses:network"}, "data": {"factory": "verses:samples"}}
-    with pytest.raises(ConfigError, match="learns from token numbers, which are integers, but a deployment takes only"):
-        server_workload(config_from({**tree, "task": {"loss": "next_token"}}))
-    with pytest.raises(ConfigError, match=r"also give data\.shape and data\.classes\. A deployment takes only samples"):
-        server_workload(config_from(tree))
 
 
 @pytest.mark.parametrize(

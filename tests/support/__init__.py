@@ -15,6 +15,7 @@ Small things to train, plan and send:
     labels              labels in messages
     networks            networks that are no nn.Sequential
     families            networks of known families, as their libraries write them
+    texts               samples that are integers, tuples and dictionaries, and networks that take them
     over_grpc           the same trainings over gRPC
     roaming, cutting    the same over links that are lost and restored
     hostile             devices whose messages are tampered with

@@ -36,17 +36,17 @@ def training(**run: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def recomputed(tree: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> State:
+def recomputed(tree: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], rules: Rules = RULES) -> State:
     """Return the weights that a round log implies, by plain PyTorch: the average over the devices that counted."""
     workload = Workload(config_from(tree))
-    model = workload.build_model().train()
+    model = workload.network().train()
     for entry in rounds:
         states, counts = [], []
         for name in sorted(entry["counted"]):
             own, shard = copy.deepcopy(model), workload.samples.shard(name)
-            optimizer, order = RULES.optimizer(own), shard.order(entry["epoch"])
+            optimizer, order = rules.optimizer(own), shard.order(entry["epoch"])
             for positions in np.split(order, range(BATCH, len(order), BATCH)):
-                step(own, [optimizer], shard.batch(entry["epoch"], positions), RULES, ())
+                step(own, [optimizer], shard.batch(entry["epoch"], positions), rules, ())
             states.append(own.state_dict())
             counts.append(len(shard))
         assert dict(zip(sorted(entry["counted"]), counts, strict=True)) == entry["counted"]
@@ -58,12 +58,12 @@ def final_model(at: Place) -> State:
     return safetensors.torch.load_file(at.run_folder / "model.safetensors")
 
 
-def check_weights(at: Place, tree: Mapping[str, Any]) -> None:
+def check_weights(at: Place, tree: Mapping[str, Any], rules: Rules = RULES) -> None:
     """Check that the weights follow from the round log, and that the log has every round once."""
     rounds, state = at.rounds(), final_model(at)
     assert [entry["epoch"] for entry in rounds] == list(range(1, tree["run"]["epochs"] + 1))
     assert at.result()["rounds"] == rounds
-    expected = recomputed(tree, rounds)
+    expected = recomputed(tree, rounds, rules)
     assert largest_error({name: state[name] for name in expected}, expected) < EXACT
 
 

@@ -92,6 +92,8 @@ class Equipment:
     terms: Terms | None = None  # what it agrees to; None: anything that the server orders
     evaluation: EvaluationSamples | None = None
     machine: str = ""  # of a deployed device: an identifier that only programs of the same machine share
+    inputs: str = ""  # of a deployed device: what its samples are
+    target_bytes: int | None = None  # likewise: of the targets of one sample, as it sends them
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,8 @@ class Device:
             about |= {"releases": used.releases, "spent": used.mu_squared}
         if self._equipment.machine:
             about |= {"machine": self._equipment.machine, "probes": True}
+        if self._equipment.inputs:
+            about |= {"inputs": self._equipment.inputs, "target_bytes": self._equipment.target_bytes}
         about |= self._evaluation.introduction()
         return about if profile is None else {**about, "profile": json.loads(profile.to_json())}
 

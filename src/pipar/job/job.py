@@ -73,6 +73,7 @@ class Job:
     leaky_cuts: Mapping[int, float] = field(default_factory=dict)  # split points that leak too much, with their leakage
     leakage_guess: float | None = None  # similarity of a reconstruction without any activation, if measured
     sample_bytes: int = 0  # of one sample's input
+    inputs: str = ""  # what the samples of a deployment's devices have to be; empty: not known
     target_size: TargetSize = LABELS  # of the targets that travel with activations
     most_samples: int | None = None  # that a device may report; None: any number
     steady_layers: int = 0  # first layers whose activations are the same in every epoch

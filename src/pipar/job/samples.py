@@ -18,6 +18,7 @@ from pipar.data.shard import SamplePrivacy, Shard
 from pipar.data.user_datasets import factory_sets
 from pipar.data.user_samples import factory_images
 from pipar.errors import ConfigError, DataError
+from pipar.job.declared_form import declared_form
 from pipar.job.held_out import evaluation_batches
 from pipar.job.passed_function import OWN
 from pipar.job.user_objects import UserObjects, partitioned
@@ -42,12 +43,14 @@ class Samples:
         noise_seed: int,
         label_seed: int | None,
         expected_targets: Callable[[], InputForm],
+        expected_classes: Callable[[], int | None],
     ) -> None:
         self._config = config
         self._own = own
         self._noise_seed = noise_seed
         self._label_seed = label_seed  # None: `noise_seed`
         self._expected_targets = expected_targets  # where no device's data is known
+        self._expected_classes = expected_classes  # in a deployment
         self._names = [spec.name for spec in device_specs(config)]
         self._dtype = TORCH_DTYPES[config.model.dtype]
         self._own_shards: dict[str, Shard] = {}
@@ -220,10 +223,7 @@ class Samples:
 
     def held_out_targets(self) -> InputForm | None:
         """Return the form of the targets of the validation set; None if there is none."""
-        try:
-            images = self._find_held_out("validation")
-        except DataError:  # the server of a deployment need not have it
-            return None
+        images = self._find_held_out("validation")
         return None if images is None else images.target_form
 
     @property
@@ -238,11 +238,20 @@ class Samples:
             return self._own.form
         if not self._has_user_sets:
             return InputForm.given(self._dataset.input_shape)
+        declared = self._declared_form
+        if declared is not None:
+            return declared
         first = self.shard(self._names[0]).images.form
         if all(tensor.dtype is None for tensor in first.tensors):
             return first
         others = (self.shard(name).images.form for name in self._names[1:])
         return reduce(InputForm.joined, (other for other in others if other == first), first)
+
+    @property
+    def _declared_form(self) -> InputForm | None:
+        """The form of a factory's samples by the configuration, if that says it."""
+        is_declared = self._own.training is None and self._config.data.factory is not None
+        return declared_form(self._config.data) if is_declared else None
 
     @cached_property
     def classes(self) -> int:
@@ -252,6 +261,10 @@ class Samples:
             return self._dataset.classes
         if self._config.data.classes is not None:
             return self._config.data.classes
+        if self._own.takes_classes_of_network and (outputs := self._expected_classes()) is not None:
+            return outputs
+        if self._own.knows_no_data:
+            return 0
         sets = [self.shard(name).images for name in self._names]
         form, loss = sets[0].target_form, self.loss
         if isinstance(loss, ClassLoss) and form.tensors[0].dtype is not None:
@@ -300,11 +313,7 @@ class Samples:
         return self._own.evaluation is not None or self._config.data.factory is not None
 
     def _check_images(self, images: Images, whose: str) -> None:
-        if images.form != self.form:
-            raise DataError(
-                f"{whose} has samples of shape {images.form}, but those of {self._names[0]} have {self.form}: give "
-                "all the same shape."
-            )
+        self._check_form(images, whose)
         if images.target_form != self.target_form:
             raise DataError(
                 f"{whose} has targets of {images.target_form}, but those of {self._names[0]} have {self.target_form}: "
@@ -314,3 +323,24 @@ class Samples:
         if wrong is not None:
             hint = "set data.classes if there are more" if "highest label" in wrong else "check task.loss and the data"
             raise DataError(f"{whose} has {wrong}: {hint}.")
+
+    def _check_form(self, images: Images, whose: str) -> None:
+        declared = self._declared_form
+        if declared is None:
+            if images.form == self.form:
+                return
+            raise DataError(
+                f"{whose} has samples of shape {images.form}, but those of {self._names[0]} have {self.form}: give "
+                "all the same shape."
+            )
+        key = "data.shape" if self._config.data.inputs is None else "data.inputs"
+        if images.form != declared:
+            raise DataError(
+                f"{whose} has samples of {images.form}, but {key} says {declared}: correct one of them; data.inputs "
+                "takes integers, several tensors and names."
+            )
+        if (beyond := declared.value_beyond(images.form)) is not None:
+            raise DataError(
+                f"{whose} has samples with the value {beyond}, which is outside of the range that data.inputs gives: "
+                "correct lowest or highest, or the data."
+            )

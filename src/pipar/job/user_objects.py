@@ -44,6 +44,7 @@ class UserObjects:
     metrics: Mapping[str, PassedFunction] = field(default_factory=dict)  # by name
     optimizer: PassedFunction | None = None  # makes the optimiser of a part
     knows_no_data: bool = False  # as the server of a deployment, where a factory is called on devices only
+    takes_classes_of_network: bool = False  # in a deployment: no machine sees the labels of all devices
 
     @classmethod
     def of(

@@ -38,6 +38,7 @@ from pipar.nn.start_weights import load_weights
 from pipar.profiling.memory import Memory
 from pipar.settings.config import Config, device_specs, refuse_cut_points
 from pipar.settings.metrics import is_own, shown_name
+from pipar.tasks.losses import ClassLoss
 from pipar.tasks.metrics import NamedMetric, named_metrics
 from pipar.tasks.task import Task
 from pipar.tensors.bodies import TORCH_DTYPES
@@ -69,6 +70,7 @@ class Workload:
             noise_seed=config.run.seed if noise_seed is None else noise_seed,
             label_seed=label_seed,
             expected_targets=self._expected_targets,
+            expected_classes=self._expected_classes,
         )
         self._line: Line | None = None  # of a network that is not an nn.Sequential
         self._is_plain = False  # an nn.Sequential of the user's that needs no line
@@ -155,6 +157,13 @@ class Workload:
                 "return a 'validation' set, which has the same form."
             )
         return expected
+
+    def _expected_classes(self) -> int | None:
+        """Return the classes for which a network of the user's has outputs; None where that does not give a number."""
+        loss = self.samples.loss
+        if not isinstance(loss, ClassLoss) or self.config.model.factory is None:
+            return None
+        return loss.classes_of(example_output(self.network(), self.samples.form))
 
     def build_model(self) -> nn.Sequential:
         """Return the network with its first weights, which depend only on the seed; it can be cut after each layer."""

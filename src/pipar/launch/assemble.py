@@ -133,6 +133,7 @@ class _ServerBuilder:
             keep_spans=self._kept,
             timeouts=self._chosen_timeouts(),
             targets=job.target_size,
+            inputs=job.inputs,
         )
         return Server(self._training(), setup.learner, setup.enrolment, lanes, services, sessions)
 

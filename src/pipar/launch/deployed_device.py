@@ -17,13 +17,14 @@ from torch import nn
 from pipar.cutting.split import named_layers
 from pipar.device.intake import Terms
 from pipar.device.interfaces import Equipment
-from pipar.errors import ConfigError, DataError
+from pipar.errors import ConfigError
 from pipar.events import Expiring, Observer, Reloaded, Stopping
 from pipar.execution.clock import clock_machine
 from pipar.execution.lanes import ThreadLanes
 from pipar.job.model_setup import part_builder, part_sizes, seed_dropout
 from pipar.job.prepare import check_schedule
 from pipar.job.profiles import measured_profile
+from pipar.job.user_objects import UserObjects
 from pipar.job.workload import Workload
 from pipar.launch.assemble import run_device
 from pipar.launch.deployed_process import listed_specs, prepare_process, run_until_signal, unlisted_spec, until_left
@@ -72,8 +73,8 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     budget_file = None if options.privacy_file is None else BudgetFile.open(options.privacy_file, options.name)
     seed = secrets.randbits(128) if options.noise_seed is None else options.noise_seed
     workload = device_workload(config, options, seed, None if budget_file is None else budget_file.label_seed)
-    _check_form(workload, options.name)
     workload.observe = observe
+    workload.samples.check_samples()
     samples, model = workload.samples.keep_only_shard(options.name), workload.checked_model(initial=False)
     workload.optimizer().check(model)
     check_schedule(config, {options.name: len(samples)}, batch_statistics=uses_batch_statistics(model))
@@ -87,18 +88,9 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     terms = Terms(part_sizes(model), profile, memory_bytes, len(samples))
     evaluation = workload.evaluation_samples(options.name, Memory(profile, memory_bytes))
     equipment = Equipment(samples, build, lanes, profile, guard, terms, evaluation, clock_machine())
+    equipment = replace(equipment, inputs=str(workload.samples.form), target_bytes=workload.task.size.sample_bytes)
     stopped = run_until_signal(_train(config, options, spec, equipment, observe))
     return 130 if stopped == signal.SIGINT else 0
-
-
-def _check_form(workload: Workload, name: str) -> None:
-    """Raise DataError if the server could not know what the samples of a device are."""
-    form = workload.samples.shard(name).images.form
-    if not form.is_floats:
-        raise DataError(
-            f"The samples of {name} are {form}, but a deployment needs samples of one tensor of floating-point "
-            "numbers, which data.shape describes: train others with pipar.run or 'pipar run', on one machine."
-        )
 
 
 async def _train(
@@ -213,4 +205,5 @@ def device_workload(
     alone = DeviceSection(name=options.name)
     data = config.data.model_copy(update={"path": options.data or config.data.path, "samples_per_device": None})
     own = config.model_copy(update={"devices": (alone,), "data": data})
-    return Workload(own, noise_seed=noise_seed, label_seed=label_seed)
+    objects = UserObjects(takes_classes_of_network=True)
+    return Workload(own, objects, noise_seed=noise_seed, label_seed=label_seed)

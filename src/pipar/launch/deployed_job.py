@@ -10,8 +10,10 @@ import torch
 from pipar.cutting.split import named_layers
 from pipar.data.catalog import dataset_info
 from pipar.data.images import Images
+from pipar.data.user_samples import factory_images
 from pipar.errors import ConfigError, DataError
 from pipar.events import Observer, Scores
+from pipar.job.declared_form import declared_form
 from pipar.job.job import Job
 from pipar.job.model_setup import scores_on_test_set
 from pipar.job.plans import check_common
@@ -32,27 +34,28 @@ from pipar.tensors.inputs import InputForm
 
 
 def server_workload(config: Config) -> Workload:
-    """Return the workload of a server: of the data it knows only the shape of a sample and the number of classes."""
-    shape, classes = config.data.shape, config.data.classes
+    """Return the workload of a server: of the devices' data it knows only what a sample is."""
     if config.data.factory is None:
         info = dataset_info(config.data.name)
-        shape, classes = shape or info.shape, classes or info.classes
-    # A network that comes with pipar has as many outputs.
-    needs_classes = config.task.takes_classes or config.model.factory is None
-    if shape is None or (classes is None and needs_classes):
-        if config.task.loss == "next_token" and shape is None:
-            raise ConfigError(
-                "task.loss = 'next_token' learns from token numbers, which are integers, but a deployment takes only "
-                "samples of one tensor of floating-point numbers: train on one machine, with 'pipar run'. If your "
-                "samples are such a tensor, give data.shape."
-            )
+        known, classes = InputForm.given(config.data.shape or info.shape), config.data.classes or info.classes
+        return Workload(config, UserObjects(form=known, classes=classes))
+    # A network that comes with pipar has as many outputs; one of the user's own is asked.
+    if config.data.classes is None and config.model.factory is None:
         raise ConfigError(
-            f"data.factory = {config.data.factory!r} is called on devices only, so the server cannot see the samples: "
-            f"also give data.shape{' and data.classes' if needs_classes else ''}. A deployment takes only samples of "
-            "one tensor of floating-point numbers."
+            f"data.factory = {config.data.factory!r} is called on devices only, so the server cannot count the labels: "
+            "also give data.classes."
         )
-    knows_no_data = config.data.factory is not None
-    own = UserObjects(form=InputForm.given(shape), classes=classes or 0, knows_no_data=knows_no_data)
+    form, validation = declared_form(config.data), None
+    if form is None:
+        validation = factory_images(config.data.factory, "validation", config.task)
+        if validation is None:
+            raise ConfigError(
+                f"data.factory = {config.data.factory!r} is called with the names of devices on these only, so the "
+                "server cannot see what a sample is: let it return a set for the name 'validation', or give data.shape "
+                "for one tensor of floating-point numbers, or data.inputs for integers, tuples and dictionaries."
+            )
+        form = validation.form
+    own = UserObjects(form=form, validation=validation, knows_no_data=True, takes_classes_of_network=True)
     return Workload(config, own)
 
 
@@ -85,6 +88,7 @@ def job_without_devices(workload: Workload, observe: Observer) -> Job:
         target_size=workload.task.size,
         most_samples=most_samples(config),
         steady_layers=workload.steady_layers(model),
+        inputs=str(workload.samples.form),
     )
 
 
@@ -119,19 +123,20 @@ def _workload_to_measure(workload: Workload) -> Workload:
 
 
 def validation_batches(workload: Workload) -> Batches:
-    """Return the batches of the validation set; none if the server does not have it."""
-    try:
+    """Return the batches of the validation set; none if the server does not have the files of a named dataset."""
+    missing = () if workload.config.data.factory else (DataError,)  # a factory says so by returning None
+    with contextlib.suppress(*missing):
         return workload.samples.held_out_batches("validation")
-    except DataError:
-        return []
+    return []
 
 
 def check_validation_set(workload: Workload) -> None:
-    """Raise ConfigError if the best model is to be kept, and the server has no validation set to find it with."""
+    """Raise if the validation set does not fit, or is missing where the best model is to be found with it."""
     config = workload.config
+    batches = validation_batches(workload)
     if config.run.monitor.startswith(ON_DEVICES):
         return  # devices say when they join whether they evaluate models
-    if config.run.keep == "best" and not validation_batches(workload):
+    if config.run.keep == "best" and not batches:
         raise ConfigError(
             "run.keep = 'best' needs a validation set, and this server has none: put the dataset on its machine, or "
             "unset run.keep."

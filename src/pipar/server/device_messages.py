@@ -15,7 +15,7 @@ from pipar.profiling.comparison import NetworkSizes, network_difference
 from pipar.profiling.profile import Profile
 from pipar.transport.rate_estimate import FrameTimes, read_frame_times, read_traffic
 from pipar.transport.shaping import Traffic
-from pipar.wire.messages import Kind, Message, read_json
+from pipar.wire.messages import LABELS, Kind, Message, TargetSize, read_json
 
 #: Sums of squared errors and of squared values of what was encoded lossily; None if all was exact.
 SquaredError = tuple[float, float] | None
@@ -37,6 +37,15 @@ def added_errors(errors: Iterable[SquaredError]) -> SquaredError:
 
 
 @dataclass(frozen=True)
+class Expected:
+    """What every device of a training has alike."""
+
+    network: Profile | None = None  # its own profile is of this network
+    inputs: str = ""  # what a sample is; empty: not known
+    targets: TargetSize = LABELS
+
+
+@dataclass(frozen=True)
 class Introduction:
     """What a device reports about itself when it joins; with a credential, its name is the one in the credential."""
 
@@ -50,8 +59,8 @@ class Introduction:
     answers_probes: bool = False  # which measure its link
 
 
-def read_hello(message: Message, network: Profile | None, peer: str | None) -> Introduction:
-    """Return a device's introduction; `peer` is the name in its credential, which its own name has to match."""
+def read_hello(message: Message, expected: Expected, peer: str | None) -> Introduction:
+    """Return a device's introduction, or raise; its name has to match `peer`, the one in its credential."""
     content = read_json(message)
     name, samples = content.get("name"), content.get("samples")
     if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
@@ -65,12 +74,29 @@ def read_hello(message: Message, network: Profile | None, peer: str | None) -> I
     kept = content.get("evaluation", 0)
     if not is_whole(kept, 0, _MOST_SAMPLES):
         raise ProtocolError(f"'{name}' reports {_shown(kept)} evaluation samples; 0 to {_MOST_SAMPLES} are allowed.")
-    profile, spent = read_profile(content.get("profile"), network), _read_spent(name, content)
+    _check_samples(name, content, expected)
+    profile, spent = read_profile(content.get("profile"), expected.network), _read_spent(name, content)
     machine = content.get("machine", "")
     if not isinstance(machine, str) or len(machine) > _LONGEST_NAME:
         raise ProtocolError(f"'{name}' gives {_shown(machine)} as its machine; at most {_LONGEST_NAME} characters fit.")
     no_evaluation, probes = peer_text(content.get("no_evaluation", "")), content.get("probes") is True
     return Introduction(name, samples, profile, spent, kept, no_evaluation, machine, probes)
+
+
+def _check_samples(name: str, content: Mapping[str, Any], expected: Expected) -> None:
+    """Raise OtherNetworkError if a device says that its samples or targets are others than the training has."""
+    inputs, targets = content.get("inputs"), content.get("target_bytes")
+    if inputs is not None and expected.inputs and inputs != expected.inputs:
+        raise OtherNetworkError(
+            f"'{name}' has samples of {peer_text(inputs)}, but the server expects samples of {expected.inputs}: give "
+            "both programs the same kind of data, or correct data.shape or data.inputs of the server."
+        )
+    if targets is not None and targets != expected.targets.sample_bytes:
+        raise OtherNetworkError(
+            f"'{name}' sends {_shown(targets)} bytes of targets for each sample, but the server expects "
+            f"{expected.targets.sample_bytes}: give both programs targets of the same shape and dtype, and the same "
+            "data.classes."
+        )
 
 
 def _read_spent(name: str, content: Mapping[str, Any]) -> BudgetUse:

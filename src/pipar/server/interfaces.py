@@ -15,7 +15,7 @@ from pipar.methods import Method, Plan
 from pipar.planner.replanner import Replanner
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.profiling.profile import Profile
-from pipar.server.device_messages import Introduction
+from pipar.server.device_messages import Expected, Introduction
 from pipar.server.epoch_results import ResultCollector
 from pipar.server.learned_timeouts import ChosenTimeouts
 from pipar.server.sampling import Draw
@@ -170,6 +170,12 @@ class SessionSettings:
     keep_spans: Container[str] | None = None  # devices whose spans are kept; None: all
     timeouts: ChosenTimeouts | None = None  # those that the server chooses by itself; None: it chooses none
     targets: TargetSize = LABELS  # of the targets that devices send with activations
+    inputs: str = ""  # what a device's samples have to be, if it is known
+
+    @property
+    def expected(self) -> Expected:
+        """What a device has to have when it joins."""
+        return Expected(self.network, self.inputs, self.targets)
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class Membership:
     def _join(self, hello: Frame, transport: Transport, peer: str | None) -> Session:
         if hello.message.kind is not Kind.HELLO:
             raise ProtocolError(f"The first message has to be HELLO, not {hello.message}.")
-        introduction = read_hello(hello.only(), self._settings.network, peer)
+        introduction = read_hello(hello.only(), self._settings.expected, peer)
         self._policy.check(introduction)
         self._accountant.check_claim(introduction.name, introduction.spent)
         self._end_previous(introduction.name, has_credential=peer is not None)

@@ -15,6 +15,7 @@ from pipar.monitored_metric import VAL_LOSS
 from pipar.settings import values
 from pipar.settings.aggregators import all_parameters, check_devices, check_method, known_aggregator
 from pipar.settings.links import Link, parse_link
+from pipar.settings.sample_tensors import checked_sample_tensors
 from pipar.settings.training_sections import OptimizerSection, Section, TaskSection
 from pipar.settings.values import (
     Epochs,
@@ -80,6 +81,7 @@ class DataSection(Section):
     shape: Annotated[tuple[int, ...], BeforeValidator(values.shape)] | None = (
         None  # of synthetic images or a factory's samples
     )
+    inputs: Annotated[Any, BeforeValidator(checked_sample_tensors)] = None  # what a factory's sample is
     classes: Positive | None = None  # of synthetic images, tiny_imagenet or a factory's labels
 
     @property
@@ -98,6 +100,9 @@ class DataSection(Section):
                 f"data.shape = {list(self.shape)} is not the shape of an image, which {self.name} has; write "
                 "[channels, height, width], or give data.factory for samples of your own"
             )
+        if self.inputs is not None and (self.factory is None or self.shape is not None):
+            other = "no data.factory" if self.factory is None else "also data.shape, which is for one tensor of numbers"
+            raise ValueError(f"data.inputs says what the samples of data.factory are, but there is {other}")
         return self
 
 

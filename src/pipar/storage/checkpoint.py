@@ -67,12 +67,12 @@ def identity_of(config: Config) -> dict[str, Any]:
 
     Devices, links, plans, learning rates and the number of epochs may differ. The network, method, seed, data
     and loss may not: with other data, samples that are held out now may have been trained on, and the values of
-    different losses cannot be compared to find the best model.
+    different losses cannot be compared to find the best model. `data.inputs` only describes the data.
     """
     sections = {
         "run": config.run.model_dump(mode="json", include={"method", "seed", "monitor"}),
         "model": config.model.model_dump(mode="json"),
-        "data": config.data.model_dump(mode="json", exclude={"path", "samples_per_device"}),
+        "data": config.data.model_dump(mode="json", exclude={"path", "samples_per_device", "inputs"}),
         "server": config.server.model_dump(mode="json", include={"aggregator", "aggregation"}),
         "task": config.task.trained,
     }

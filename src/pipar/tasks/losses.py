@@ -159,6 +159,12 @@ class ClassLoss:
             return None
         return f"{classes} classes, but task.class_weights has {given} numbers: give one for each class"
 
+    def classes_of(self, output: Any) -> int | None:
+        """Return how many classes an output has scores for; None if it is no tensor of scores."""
+        if not isinstance(output, Tensor) or output.ndim < 2:
+            return None
+        return int(output.shape[-1 if self._is_sequence else 1])
+
     def form_for(self, output: Any, classes: int) -> InputForm | None:  # noqa: ARG002
         if not isinstance(output, Tensor) or output.ndim < 2:
             return None

@@ -175,6 +175,12 @@ class InputForm:
         ]
         return InputForm(tuple(ranges), self.names, self.is_tuple)
 
+    def value_beyond(self, other: InputForm) -> int | None:
+        """Return an end of the range of integers of samples of this form that is outside of its own range, if any."""
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        ends = ((end, one) for one, given in pairs if given.dtype is not None for end in (given.low, given.high))
+        return next((end for end, one in ends if not one.low <= end <= one.high), None)
+
     def structured(self, tensors: Sequence[Tensor]) -> Inputs:
         """Return these tensors as the network is called with them."""
         if self.names is not None:
