@@ -8,13 +8,18 @@ from typing import Any
 import grpc
 
 from pipar.errors import CredentialError, DeviceRefusedError, LinkError, peer_text
+from pipar.transport.congestion import prefer_cubic_to
 from pipar.transport.diagnosis import why_refused
 from pipar.transport.grpc_stream import ACCEPTED, METHOD, SERVICE, Stream, common_options
 from pipar.transport.interface import Transport
 from pipar.transport.limits import Keepalive, Limits
 from pipar.transport.tls import DeviceSecurity, check_device
+from pipar.units import split_address
 
 _CLOSE_TIMEOUT_S = 10.0
+#: The server learns that a device has read a gradient only after the activations that wait for the uplink. So this has
+#: to be what the downlink can carry while the uplink, which is often ten times slower, sends a micro-batch or two.
+_WINDOW_BYTES = 16 << 20
 
 
 class _DeviceStream(Stream):
@@ -52,6 +57,7 @@ async def connect(
     try:
         async with asyncio.timeout(timeout_s):
             await _reach(channel, address, security)
+            prefer_cubic_to(split_address(address)[1])
             call: Any = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=security.metadata())
             await _be_accepted(call, address, is_verified=security.ca is not None)
     except TimeoutError:
@@ -66,7 +72,7 @@ async def connect(
 def _channel(address: str, security: DeviceSecurity, keepalive: Keepalive) -> grpc.aio.Channel:
     material = check_device(security, address)
     options = [
-        *common_options(keepalive),
+        *common_options(keepalive, _WINDOW_BYTES),
         ("grpc.use_local_subchannel_pool", 1),  # a separate connection, not shared within this process
         ("grpc.max_reconnect_backoff_ms", 2000),
     ]

@@ -16,6 +16,7 @@ from pipar.errors import AddressInUseError, CredentialError, LinkError
 from pipar.transport import open_files
 from pipar.transport.addresses import check_listening
 from pipar.transport.authenticator import Authenticator
+from pipar.transport.congestion import prefer_cubic_at
 from pipar.transport.grpc_stream import ACCEPTED, METHOD, SERVICE, Stream, common_options
 from pipar.transport.interface import Transport
 from pipar.transport.limits import Keepalive, Limits, TokenBucket
@@ -100,6 +101,7 @@ class Listener:
                 f"Cannot listen on {address}: the port is in use, or the address does not belong to this machine."
             )
         await self._server.start()
+        prefer_cubic_at(port)
         await self._health.serving(True)
         return port
 
@@ -256,7 +258,7 @@ def _certificate_configuration(material: Material) -> Any:
 
 def _server_options(limits: Limits, keepalive: Keepalive) -> list[tuple[str, Any]]:
     return [
-        *common_options(keepalive),
+        *common_options(keepalive, limits.window_bytes),
         # Two servers on one port would silently share its devices: a port in use has to be an error.
         ("grpc.so_reuseport", 0),
         # By default gRPC ends an idle connection at the third ping of five minutes ("too_many_pings").

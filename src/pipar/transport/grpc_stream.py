@@ -103,8 +103,8 @@ class Stream:
         self.end()
 
 
-def common_options(keepalive: Keepalive) -> list[tuple[str, Any]]:
-    """Return gRPC's options for both ends."""
+def common_options(keepalive: Keepalive, window_bytes: int) -> list[tuple[str, Any]]:
+    """Return gRPC's options for both ends; the peer may send `window_bytes` before it is told that they were read."""
     return [
         ("grpc.max_receive_message_length", CHUNK_BYTES + 4096),
         ("grpc.max_send_message_length", CHUNK_BYTES + 4096),
@@ -113,10 +113,9 @@ def common_options(keepalive: Keepalive) -> list[tuple[str, Any]]:
         # Otherwise a minute, for any keepalive timeout.
         ("grpc.http2.ping_timeout_ms", round(keepalive.timeout_s * 1000)),
         ("grpc.http2.max_pings_without_data", 0),
-        # A ping waits for the data that is in flight. With probing, gRPC lets that grow to many megabytes, which
-        # can take a slow link longer than the timeout for a dead one.
+        # Probing would adapt the window to the delay of an idle link. Ours have to cover the delay of a busy one.
         ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", 1 << 20),
+        ("grpc.http2.lookahead_bytes", window_bytes),
         # A compressed message of some kilobytes could unpack to gigabytes and exceed every limit.
         ("grpc.compression_enabled_algorithms_bitset", 1),
     ]

@@ -14,7 +14,7 @@ MESSAGE_BYTES = 256
 class Keepalive:
     """A silent peer is pinged after `every_s`, and counts as lost if it does not answer within `timeout_s`.
 
-    The answer may wait for up to 2.4 MB that are in flight, so with 20 s a link of 1 Mbit/s does not count as lost. By
+    The answer may wait for 2.4 MB that the systems hold, so with 20 s a link of 1 Mbit/s does not count as lost. By
     default one of 0.1 Mbit/s does not, either: devices show signs of life of their own (`heartbeat.py`), and these
     pings are the last resort.
     """
@@ -79,6 +79,7 @@ class Limits:
     connections: int = 4096
     newcomers: int = 512
     read_ahead_bytes: int = 4_000_000
+    window_bytes: int = 4 << 20  # of HTTP/2: what a peer may send on top before it is stopped
     first_frame_s: float = HELLO_TIMEOUT_S
     handshake_s: float = 20.0
     idle_s: float = 60.0  # a connection without a stream
