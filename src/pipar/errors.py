@@ -182,9 +182,15 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+#: What torch says if the system has no memory for it, or an accelerator has none.
+_NO_MEMORY = ("allocate memory", "out of memory")
+
+
 def is_lack_of_memory(error: BaseException) -> bool:
     """Return whether an error means that this machine has no memory left; torch has no type of its own for it."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(one in str(error) for one in _NO_MEMORY)
+    )
 
 
 def forget_frames(error: Exception) -> None:

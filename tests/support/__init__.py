@@ -7,6 +7,7 @@ How tests run:
     programs, zygote    `pipar` commands as real processes: started fast, waited for, always ended
     browser             the system's Chromium, and the errors of a page in it
     document_blocks     the blocks of code in the documents, and a reader that runs them
+    stand_in            the rules of an accelerator with the numbers of the CPU
     interleaving        actions of another thread at a given moment, without a second thread
     memory_peak         how much memory a call takes
 

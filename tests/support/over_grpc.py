@@ -46,7 +46,7 @@ async def train_over_grpc(
         spans.extend(of_epoch)
 
     validation = workload.samples.held_out_batches("validation")
-    lanes = partial(ThreadLanes, speed=1.0)
+    lanes = partial(ThreadLanes, speed=1.0, accelerator=learner.torch_device.accelerator)
     server = assemble_server(
         job,
         ServerSetup(

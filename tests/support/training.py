@@ -78,6 +78,7 @@ class Case:
     optimizer: tuple[tuple[str, Any], ...] = ()  # more keys of [optimizer]
     task: tuple[tuple[str, Any], ...] = ()  # keys of [task]
     evaluate: float = 0.0  # the share of samples that devices evaluate on
+    torch_device: str = "cpu"  # of the server and of all devices
     even: bool = False  # all devices fast on unlimited links, so that real processes are quick
 
     def __str__(self) -> str:
@@ -122,6 +123,7 @@ class Case:
                 "aggregator": self.aggregator,
                 "aggregation": dict(self.aggregation),
                 "activation_cache": self.cache,
+                "torch_device": self.torch_device,
             },
             "devices": [self._device(number) for number in range(len(self.sizes))],
         }
@@ -139,6 +141,7 @@ class Case:
             "name": f"phone-{chr(ord('a') + number)}",
             "link": "unlimited" if self.even else LINKS[number % 3],
             "speed": 1.0 if self.even else SPEEDS[number % 3],
+            "torch_device": self.torch_device,
             "split_point": self.split_points[number % len(self.split_points)],
             "micro_batches": self.micro_batches[number % len(self.micro_batches)],
         }

@@ -27,8 +27,8 @@ MakeLanes = Callable[[Sequence[str], Recorder], Lanes]
 class DevicePart(Protocol):
     """M^c_k, the device-side model."""
 
-    last_loss: float | None
-
+    @property
+    def last_loss(self) -> float | None: ...  # mean over the last batch, if the device computes it
     @property
     def frozen_bytes(self) -> int: ...  # of the parameters that only the first model has
 

@@ -38,6 +38,14 @@ class Lanes(Protocol):
     def close(self) -> None: ...
 
 
+class Accelerator(Protocol):
+    """What the functions of a lane compute on, if it works on its own: functions only submit work to it."""
+
+    def begin_lane(self) -> None: ...  # the calling thread gets a stream of its own
+
+    def end_stage(self) -> None: ...  # returns when everything is done that the calling thread has submitted
+
+
 def work_label(work: Work) -> tuple[str, int, int, int]:
     """Return the fields of a span that come from its work."""
     return work.kind, work.epoch, work.iteration, work.micro_batch
@@ -55,7 +63,9 @@ class VirtualLanes:
         recorder: Recorder,
         seconds: Callable[[Work], float],
         crowded: Callable[[int], float] | None = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
+        self._accelerator = accelerator
         self._crowded = crowded if len(lanes) > 1 else None
         self._loop = asyncio.get_running_loop()
         self._recorder = recorder
@@ -75,6 +85,8 @@ class VirtualLanes:
         value: tuple[Any, ...] = ()
         for place, (work, function) in enumerate(steps):
             value = (function(*value),)
+            if self._accelerator is not None:
+                self._accelerator.end_stage()
             end = start + self._seconds(work) * slower
             self._recorder.busy(lane, *work_label(work), start, end, work.device)
             if ended is not None:
@@ -96,13 +108,23 @@ class VirtualLanes:
 
 
 class ThreadLanes:
-    """Lanes that are threads.
+    """Lanes that are threads, each with a stream of its accelerator if there is one.
 
     A speed below 1 is emulated by sleeping in proportion to the CPU time used, not to the time passed: time that a busy
-    host takes away is not multiplied.
+    host takes away is not multiplied. With an accelerator it is the time passed, for which that computes.
     """
 
-    def __init__(self, lanes: Sequence[str], recorder: Recorder, *, speed: float = 1.0, nice: int = 0) -> None:
+    def __init__(
+        self,
+        lanes: Sequence[str],
+        recorder: Recorder,
+        *,
+        speed: float = 1.0,
+        nice: int = 0,
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        self._accelerator = accelerator
+        self._used_s = time.thread_time if accelerator is None else time.perf_counter
         self._loop = asyncio.get_running_loop()
         self._recorder = recorder
         self._speed = speed
@@ -117,6 +139,8 @@ class ThreadLanes:
         self._thread.free_at = self._loop.time()
         if self._nice and sys.platform == "linux":  # elsewhere the priority is that of the whole process
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
+        if self._accelerator is not None:
+            self._accelerator.begin_lane()
 
     async def run(self, *steps: Step, ended: Ended | None = None) -> Any:
         job = _Job(steps, self._loop.time(), ended)
@@ -128,10 +152,12 @@ class ThreadLanes:
         job.lane, job.free_at = self._thread.lane, self._thread.free_at
         clock = self._loop.time
         for place, (_, function) in enumerate(job.steps):
-            start, used = clock(), time.thread_time()
+            start, used = clock(), self._used_s()
             job.value = (function(*job.value),)
+            if self._accelerator is not None:
+                self._accelerator.end_stage()
             if self._speed < 1:
-                used = time.thread_time() - used
+                used = self._used_s() - used
                 time.sleep(max(0.0, used / self._speed - (clock() - start) if used else 0.0))
             job.times.append((start, clock()))
             if job.ended is not None:

@@ -7,6 +7,7 @@ module, a function), `user_objects` (all of them), `network_code` (what a networ
 declares), `samples` (each device's, and the held-out sets), `workload` (the network, its samples and the task),
 `profiles` (what the network costs on each machine), `prepare` (checks everything and makes the job), `job` (a training
 with every choice made), `equivalence` (whether its weights are exact), `plans` (plans for a job), `explain` (why these
-plans), `explanation` (the answer as data), `model_setup` (the models of a job), `warm_up` (before the first epoch),
-`leakage_audit` (attacks on the cuts of a job's network), `cuts` (where a network can be cut).
+plans), `explanation` (the answer as data), `torch_devices` (what they compute on), `model_setup` (the models of a job),
+`warm_up` (before the first epoch), `leakage_audit` (attacks on the cuts of a job's network), `cuts` (where a network
+can be cut).
 """

@@ -18,10 +18,12 @@ from pipar.cutting.split import layer_bytes, split_model
 from pipar.errors import OrdersError
 from pipar.events import Scores
 from pipar.job.job import Job
+from pipar.job.torch_devices import device_torch_device, server_torch_device
 from pipar.job.workload import Workload
 from pipar.nn.device_part import DeviceSettings, TorchDevicePart
 from pipar.nn.learner import LearnerSettings, TorchLearner
 from pipar.nn.runtime import one_thread
+from pipar.tensors.torch_device import CPU, TorchDevice
 from pipar.wire.orders import Orders
 
 
@@ -39,6 +41,7 @@ def make_learner(job: Job, workload: Workload, *, trusts_devices: bool = True) -
         frozen_layers=job.server_profile.frozen_layers,
         metrics=workload.metrics,
         monitor=workload.monitor,
+        torch_device=server_torch_device(job.config),
     )
     aggregator = make_aggregator(job.config.server.aggregator, job.config.server.aggregation)
     return TorchLearner(workload.initial_model(), job.split_points, settings, aggregator)
@@ -46,6 +49,7 @@ def make_learner(job: Job, workload: Workload, *, trusts_devices: bool = True) -
 
 def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDevicePart]:
     """Return a function that builds a device's part from its orders; the weights come from the server."""
+    torch_device = device_torch_device(workload.config, device)
 
     def build(orders: Orders) -> TorchDevicePart:
         model = workload.build_model()
@@ -54,12 +58,13 @@ def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDev
         _check_task(workload, orders)
         part, rest = split_model(model, orders.plan.split_point)
         return TorchDevicePart(
-            part,
+            torch_device.place(part),
             replace(workload.optimizer(), learning_rate=orders.learning_rate or None),
             has_loss=len(rest) == 0,
             task=workload.task,
             settings=DeviceSettings(orders.proximal, orders.keeps_base, orders.is_steady),
             rounding=partial(random_streams.generator, workload.config.run.seed, "rounding", device, "up"),
+            device=torch_device,
         )
 
     return build
@@ -99,9 +104,11 @@ def part_sizes(model: nn.Sequential) -> tuple[int, ...]:
     return tuple(accumulate(layer_bytes(model)))
 
 
-def seed_dropout(seed: int, owner: str) -> None:
-    """Seed torch's default generator, which dropout draws from, for one device or the server."""
-    torch.default_generator.manual_seed(int(random_streams.generator(seed, "dropout", owner).integers(2**63)))
+def seed_dropout(seed: int, owner: str, torch_device: TorchDevice = CPU) -> None:
+    """Seed torch's generators, which dropout draws from, for one device or the server."""
+    number = int(random_streams.generator(seed, "dropout", owner).integers(2**63))
+    torch.default_generator.manual_seed(number)
+    torch_device.seed(number)
 
 
 @contextmanager

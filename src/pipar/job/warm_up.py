@@ -7,6 +7,7 @@ import torch
 from pipar.cutting.split import split_model
 from pipar.execution.schedule import cut_batch, device_order
 from pipar.job.job import Job
+from pipar.job.torch_devices import device_torch_device, server_torch_device
 from pipar.job.workload import Workload
 from pipar.nn.device_part import TorchDevicePart
 from pipar.nn.micro_batches import Crossing, MicroBatch
@@ -21,7 +22,9 @@ def warm_up(job: Job, workload: Workload) -> None:
 
 
 def _train_pieces(job: Job, workload: Workload) -> None:
-    part = TorchDevicePart(workload.build_model(), workload.optimizer(), has_loss=True, task=workload.task)
+    computes_on = server_torch_device(job.config)
+    model = computes_on.place(workload.build_model())
+    part = TorchDevicePart(model, workload.optimizer(), has_loss=True, task=workload.task, device=computes_on)
     for samples in sorted({size for plan in set(job.plans.values()) for size in job.piece_sizes(plan)}):
         part.forward(0, _zeros(workload, samples))
         part.backward(0, None)
@@ -41,7 +44,9 @@ def warm_up_device(job: Job, workload: Workload, name: str) -> None:
 def _train_batch(job: Job, workload: Workload, name: str) -> None:
     plan = job.plans[name]
     device_part, rest = split_model(workload.build_model(), plan.split_point)
-    part = TorchDevicePart(device_part, workload.optimizer(), has_loss=len(rest) == 0, task=workload.task)
+    computes_on = device_torch_device(job.config, name)
+    module, has_loss = computes_on.place(device_part), len(rest) == 0
+    part = TorchDevicePart(module, workload.optimizer(), has_loss=has_loss, task=workload.task, device=computes_on)
     sizes = cut_batch(
         min(job.config.run.batch_size, job.sizes[name]), plan.micro_batches, batch_statistics=job.batch_statistics
     )

@@ -24,6 +24,7 @@ from pipar.execution.lanes import ThreadLanes
 from pipar.job.model_setup import part_builder, part_sizes, seed_dropout
 from pipar.job.prepare import check_schedule
 from pipar.job.profiles import measured_profile
+from pipar.job.torch_devices import spec_torch_device
 from pipar.job.user_objects import UserObjects
 from pipar.job.workload import Workload
 from pipar.launch.assemble import run_device
@@ -70,6 +71,7 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     prepare_process()
     listed = {spec.name: spec for spec in listed_specs(config)}
     spec = listed.get(options.name) or unlisted_spec(config, options.name)
+    computes_on = spec_torch_device(config, spec)
     budget_file = None if options.privacy_file is None else BudgetFile.open(options.privacy_file, options.name)
     seed = secrets.randbits(128) if options.noise_seed is None else options.noise_seed
     workload = device_workload(config, options, seed, None if budget_file is None else budget_file.label_seed)
@@ -82,8 +84,9 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     profile = without_sample_statistics(
         config, measured_profile(workload, model, observe, memory_bytes=spec.memory_bytes)
     )
-    seed_dropout(config.run.seed, options.name)
-    build, lanes = part_builder(workload, options.name), partial(ThreadLanes, speed=spec.speed)
+    seed_dropout(config.run.seed, options.name, computes_on)
+    build = part_builder(workload, options.name)
+    lanes = partial(ThreadLanes, speed=spec.speed, accelerator=computes_on.accelerator)
     memory_bytes = spec.memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     terms = Terms(part_sizes(model), profile, memory_bytes, len(samples))
     evaluation = workload.evaluation_samples(options.name, Memory(profile, memory_bytes))
@@ -202,7 +205,9 @@ def device_workload(
             f"--data {options.data} is given, but {config.data.name} is not read from a folder: set data.name to "
             "another dataset, or give your own data with data.factory."
         )
-    alone = DeviceSection(name=options.name)
+    spec = next((spec for spec in listed_specs(config) if spec.name == options.name), None)
+    spec = spec or unlisted_spec(config, options.name)
+    alone = DeviceSection(name=options.name, torch_device=spec.torch_device, autocast=spec.autocast)
     data = config.data.model_copy(update={"path": options.data or config.data.path, "samples_per_device": None})
     own = config.model_copy(update={"devices": (alone,), "data": data})
     objects = UserObjects(takes_classes_of_network=True)

@@ -26,8 +26,23 @@ def as_deployed(config: Config) -> Config:
 
 
 def unlisted_spec(config: Config, name: str) -> DeviceSpec:
-    """Return the settings of a device that is not in [[devices]]: it follows [plan], and is not emulated."""
-    return DeviceSpec(name, _NO_LINK, 1.0, None, config.plan.split_point, config.plan.micro_batches)
+    """Return the settings of a device that is not in [[devices]]: it follows [plan], and is not emulated.
+
+    It computes on what all groups of devices compute on, if that is the same.
+    """
+    common = {(group.torch_device, group.autocast) for group in config.devices}
+    torch_device, autocast = common.pop() if len(common) == 1 else ("cpu", "off")
+    plan = config.plan
+    return DeviceSpec(
+        name,
+        _NO_LINK,
+        1.0,
+        None,
+        plan.split_point,
+        plan.micro_batches,
+        torch_device=torch_device,
+        autocast=autocast,
+    )
 
 
 def _as_given(group: DeviceSection) -> DeviceSection:

@@ -197,7 +197,7 @@ def _open_run(path: Path, workload: Workload, options: ServerOptions, observe: O
         learner.restore(found.tensors)
         found = replace(found, tensors=EMPTY)  # or they would stay in memory for the whole training
     else:
-        seed_dropout(config.run.seed, SERVER)
+        seed_dropout(config.run.seed, SERVER, learner.torch_device)
     return _Run(job, workload, learner, _open_folder(path, known, found, options.command), found)
 
 
@@ -350,7 +350,9 @@ class _ServerProgram:
                 learner=run.learner,
                 validation=validation_batches(run.workload),
                 enrolment=enrolment,
-                pool=partial(ThreadLanes, speed=run.job.config.server.speed),
+                pool=partial(
+                    ThreadLanes, speed=run.job.config.server.speed, accelerator=run.learner.torch_device.accelerator
+                ),
                 background=partial(ThreadLanes, nice=19),
                 emit=self._emitting(folder.epoch_recorder(self._observe, pictures=self._options.pictures)),
                 observe=self._observe,

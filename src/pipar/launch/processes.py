@@ -16,6 +16,7 @@ from pipar.execution.spans import SERVER
 from pipar.job.job import Job
 from pipar.job.model_setup import make_learner, part_builder, scores_on_test_set, seed_dropout
 from pipar.job.plans import make_plans
+from pipar.job.torch_devices import spec_torch_device
 from pipar.job.user_objects import UserObjects
 from pipar.job.warm_up import warm_up, warm_up_device
 from pipar.job.workload import Workload
@@ -108,13 +109,13 @@ def _server_process(sender: EventSender, job: Job, own: UserObjects, task: _Serv
     workload = Workload(job.config, own)
     learner = make_learner(job, workload)
     warm_up(job, workload)
-    seed_dropout(job.config.run.seed, SERVER)
+    seed_dropout(job.config.run.seed, SERVER, learner.torch_device)
     run = RunFolder(task.folder, job, world="real", command=task.command, has_threads=True)
     termination = GracefulTermination()
     setup = ServerSetup(
         learner=learner,
         validation=workload.samples.held_out_batches("validation"),
-        pool=partial(ThreadLanes, speed=job.config.server.speed),
+        pool=partial(ThreadLanes, speed=job.config.server.speed, accelerator=learner.torch_device.accelerator),
         background=partial(ThreadLanes, nice=19),
         emit=run.epoch_recorder(sender.observe, pictures=task.pictures),
         observe=run.event_recorder(sender.observe),
@@ -173,8 +174,10 @@ async def _train_device(job: Job, workload: Workload, name: str, place: _Place, 
     samples, build = workload.samples.keep_only_shard(name), part_builder(workload, name)
     evaluation = workload.evaluation_samples(name, Memory(job.device_profiles[name], spec.memory_bytes))
     warm_up_device(job, workload, name)
-    seed_dropout(job.config.run.seed, name)
+    computes_on = spec_torch_device(job.config, spec)
+    seed_dropout(job.config.run.seed, name, computes_on)
     transport = await connect(place.address, security=place.security)
-    lanes, profile = partial(ThreadLanes, speed=spec.speed), job.device_profiles[name]
+    lanes = partial(ThreadLanes, speed=spec.speed, accelerator=computes_on.accelerator)
+    profile = job.device_profiles[name]
     equipment = Equipment(samples, build, lanes, profile, job.guard(), evaluation=evaluation)
     await run_device(name, job.links[name], equipment, transport, keep_spans=job.traced_devices, observe=observe)

@@ -309,10 +309,13 @@ def _run_timing_only(job: Job, options: RunOptions) -> Result:
 
 
 def _run_with_torch(config: Config, own: UserObjects, world: World, options: RunOptions) -> Result:
-    from pipar.job.workload import Workload  # imports torch
+    from pipar.job.torch_devices import check_torch_devices  # imports torch
+    from pipar.job.workload import Workload
 
     if world == "real":
         _check_real_world(config)
+    if world != "timing-only":
+        check_torch_devices(config)
     workload = Workload(config, own)
     job = prepare(workload, rehearse, options.observe, shares_machine=world == "real")
     if world == "timing-only":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipar.device.interfaces import DevicePart, Equipment, EvaluationSamples, MakeLanes, Samples
 from pipar.events import EpochResult, Observer
 from pipar.execution.clock import run_virtually
-from pipar.execution.lanes import VirtualLanes
+from pipar.execution.lanes import Accelerator, VirtualLanes
 from pipar.execution.spans import Span
 from pipar.job.job import Job, shared_costs
 from pipar.launch.assemble import ServerSetup, assemble_server, run_device
@@ -52,9 +52,10 @@ def train_virtually(
     """
     # Imports torch, which a timing-only run does without.
     from pipar.job.model_setup import deterministic, make_learner, part_builder
+    from pipar.job.torch_devices import device_torch_device
 
     learner = learner or make_learner(job, workload)
-    server_lanes = _lanes(job.server_costs())
+    server_lanes = _lanes(job.server_costs(), learner.torch_device.accelerator)
     setup = ServerSetup(
         learner=learner,
         validation=workload.samples.held_out_batches("validation"),
@@ -74,7 +75,10 @@ def train_virtually(
     def evaluation(device: str) -> EvaluationSamples | None:
         return workload.evaluation_samples(device, memory[device])
 
-    training = _train(job, setup, workload.samples.shard, partial(part_builder, workload), evaluation)
+    def accelerator(device: str) -> Accelerator | None:
+        return device_torch_device(job.config, device).accelerator
+
+    training = _train(job, setup, workload.samples.shard, partial(part_builder, workload), evaluation, accelerator)
     run_virtually(training, within=deterministic(job.config.run.seed))
     return learner
 
@@ -137,6 +141,7 @@ async def _train(
     samples: Callable[[str], Samples],
     part_builder: Callable[[str], Callable[[Orders], DevicePart]],
     evaluation: Callable[[str], EvaluationSamples | None],
+    accelerator: Callable[[str], Accelerator | None] = lambda _: None,
 ) -> None:
     """Run the server and all devices of a job to the end; the functions take a device's name."""
     server, costs = assemble_server(job, setup), shared_costs()
@@ -145,7 +150,7 @@ async def _train(
             for spec in job.specs:
                 near, far = memory_pair()
                 group.create_task(server.admit(far))
-                lanes = _lanes(costs(job.device_profiles[spec.name], spec.speed))
+                lanes = _lanes(costs(job.device_profiles[spec.name], spec.speed), accelerator(spec.name))
                 parts = samples(spec.name), part_builder(spec.name)
                 equipment = Equipment(*parts, lanes, guard=job.guard(), evaluation=evaluation(spec.name))
                 device = run_device(
@@ -157,5 +162,5 @@ async def _train(
         raise failures.exceptions[0] from None
 
 
-def _lanes(costs: Costs) -> MakeLanes:
-    return lambda lanes, recorder: VirtualLanes(lanes, recorder, costs.seconds, costs.contention)
+def _lanes(costs: Costs, accelerator: Accelerator | None = None) -> MakeLanes:
+    return lambda lanes, recorder: VirtualLanes(lanes, recorder, costs.seconds, costs.contention, accelerator)

@@ -11,9 +11,11 @@ from torch import nn
 
 from pipar.cutting.frozen import changing_state, frozen_bytes
 from pipar.errors import ProtocolError
+from pipar.execution.schedule import StepCount
 from pipar.execution.work import Place
+from pipar.nn.loss_sum import LossSum
 from pipar.nn.micro_batches import Crossing, MicroBatch
-from pipar.nn.optimizers import OptimizerSettings
+from pipar.nn.optimizers import FIRST_STEP, OptimizerSettings
 from pipar.nn.parts import Part
 from pipar.nn.runtime import release_model_memory
 from pipar.privacy import mechanisms
@@ -29,8 +31,9 @@ from pipar.tensors.bodies import (
     state_body,
     tensor_body,
 )
-from pipar.tensors.inputs import call, mapped, rebuilt, split_rows, tensors_of
+from pipar.tensors.inputs import Inputs, call, mapped, rebuilt, split_rows, tensors_of
 from pipar.tensors.rectified import is_rectified
+from pipar.tensors.torch_device import CPU, TorchDevice, all_to_host
 from pipar.wire.encodings import chunk_bytes, is_sparse
 from pipar.wire.messages import (
     Body,
@@ -68,31 +71,32 @@ class TorchDevicePart(Part):
         task: Task = _LABELS,
         settings: DeviceSettings = _PLAIN,
         rounding: Generators | None = None,
+        device: TorchDevice = CPU,
     ) -> None:
-        super().__init__(module, optimizer, proximal=settings.proximal, rounding=rounding)
+        super().__init__(module, optimizer, proximal=settings.proximal, rounding=rounding, device=device)
         self._task = task
         self._settings = settings
         self._base: dict[str, torch.Tensor] | None = None  # the last received model, if it is kept
         self._is_installed = False  # a model has come, with the frozen parameters
         self._has_loss = has_loss
-        self.last_loss: float | None = None  # mean over the last batch, if the device computes it
         self._outputs: dict[int, Crossing] = {}  # by micro-batch, until its backward
-        self.loss_sum = 0.0
+        self._losses = LossSum()
 
     def forward(self, micro_batch: int, piece: MicroBatch) -> Crossing:
         """Return the activations a_n at the cut; for P = Q the loss, which stays on the device."""
-        output = self._one_by_one(piece) if self._settings.each_alone else call(self.module, piece.inputs)
-        if self._has_loss:
-            output = self._task.share(output, piece.targets, piece.batch_count)
-            self.last_loss = output.item()
-            self.loss_sum += self.last_loss * piece.batch_samples
+        inputs = mapped(piece.inputs, self._torch_device.put)
+        with self._torch_device.computing():
+            output = self._one_by_one(inputs, piece.samples) if self._settings.each_alone else call(self.module, inputs)
+            if self._has_loss:
+                output = self._task.share(output, mapped(piece.targets, self._torch_device.put), piece.batch_count)
+                self._losses.add(output, piece.batch_samples)
         activation: Crossing = output
         self._outputs[micro_batch] = activation
         return activation
 
-    def _one_by_one(self, piece: MicroBatch) -> Any:
+    def _one_by_one(self, inputs: Inputs, samples: int) -> Any:
         """Return the activations of each sample, computed alone: in a batch, their last bits depend on the others."""
-        alone = (mapped(one, torch.clone) for one in split_rows(piece.inputs, [1] * piece.samples))
+        alone = (mapped(one, torch.clone) for one in split_rows(inputs, [1] * samples))
         rows = [call(self.module, one) for one in alone]
         return rebuilt(rows[0], map(torch.cat, zip(*map(tensors_of, rows), strict=True)))
 
@@ -112,17 +116,25 @@ class TorchDevicePart(Part):
         if output.requires_grad:  # not where the part has no weights
             torch.autograd.backward(output, gradient)
 
+    def step(self, at: StepCount = FIRST_STEP, others: float = 0.0) -> None:
+        super().step(at, others)
+        self._losses.read()
+
     def take_loss(self) -> float:
         """Return the loss summed over the samples since the last call."""
-        loss, self.loss_sum = self.loss_sum, 0.0
-        return loss
+        return self._losses.take()
+
+    @property
+    def last_loss(self) -> float | None:
+        """The mean over the last batch, if the device computes it."""
+        return self._losses.last
 
     def discard(self) -> None:
         """Discard an epoch: its gradients, losses and optimiser state; the server sends new weights."""
         super().discard()
         self._encoding_errors.take()
         self._outputs.clear()
-        self.loss_sum = 0.0
+        self._losses.take()
         self._steps = self._optimizer.over(self.module)
 
     def chunk_bytes(self, activation: Crossing, encoding: str) -> list[int]:
@@ -142,7 +154,10 @@ class TorchDevicePart(Part):
         """Return g(a_n); a sparse encoding has values only where a_n is not zero, as a ReLU passes no others on."""
         output = self._outputs.get(message.micro_batch)
         if isinstance(output, tuple):
-            return crossing.read_gradients(message, encoding, output)
+            return [self._torch_device.put(one) for one in crossing.read_gradients(message, encoding, output)]
+        return self._torch_device.put(self._read_gradient(message, encoding, output))
+
+    def _read_gradient(self, message: Message, encoding: str, output: torch.Tensor | None) -> torch.Tensor:
         if not is_sparse(encoding):
             return read_tensor(message, encoding)
         if output is None:
@@ -159,13 +174,17 @@ class TorchDevicePart(Part):
         reset to their received values, even if a module has stored something in them.
         """
         assert self._base is not None
-        learned = self._learned()
+        weights = self._learned()
+        learned = all_to_host(weights)  # noise is drawn and added on the CPU
         self._take_back(self._base)
         base = arrays({name: self._base[name] for name in learned})
         mechanisms.clip_and_noise(arrays(learned), base, clip=clip, multiplier=multiplier, noise=noise)
         for name, tensor in learned.items():
             if name.endswith("running_var"):
                 tensor.clamp_(min=0.0)
+        for name, weight in weights.items():
+            if not weight.is_cpu:
+                weight.copy_(learned[name])
 
     def _take_back(self, base: Mapping[str, torch.Tensor]) -> None:
         """Reset what gets no noise and is sent: integers other than the batch counters.
@@ -187,13 +206,13 @@ class TorchDevicePart(Part):
 
         A weight shared by two layers occurs once: the noise must be added to it only once.
         """
-        state = self.state()
+        state = self.module.state_dict()
         learned = [name for name, weight in self.module.named_parameters() if weight.requires_grad]
         buffers = [name for name, buffer in self.module.named_buffers() if buffer.is_floating_point()]
         return {name: state[name] for name in (*learned, *buffers) if name in state}
 
     def pack(self, *, changes: bool = False) -> Body:
-        """Return the trained weights without copying them, or their changes since they were received.
+        """Return the trained weights, without copying them on the CPU, or their changes since they were received.
 
         Frozen parameters are left out: the server has them.
 
@@ -201,7 +220,7 @@ class TorchDevicePart(Part):
         weights or has given up on them, and then it ignores the rest of this message.
         """
         base = self._base if changes else None
-        state = changing_state(self.module)
+        state = self.changing_state()
         body = state_body(state) if base is None else changes_body(state, base)
         # Gradients are freed: the next model needs their memory.
         release_model_memory(body.size_bytes)

@@ -37,6 +37,7 @@ from pipar.tasks.evaluation import Evaluator, Load
 from pipar.tasks.metrics import NamedMetric
 from pipar.tasks.task import Task
 from pipar.tensors.bodies import changes_body, check_finite, check_range, read_state, state_body, weights_sha256
+from pipar.tensors.torch_device import CPU, TorchDevice
 from pipar.wire.messages import EMPTY, Body
 from pipar.wire.orders import TrainedPart
 
@@ -58,11 +59,12 @@ class LearnerSettings:
     cache_bytes: int = 0  # of each device's activations that are kept at most
     metrics: Sequence[NamedMetric] = ()  # of held-out sets
     monitor: Monitor = field(default_factory=Monitor)  # which of them the best model goes by
+    torch_device: TorchDevice = CPU  # where the replicas are
     frozen_layers: int = 0  # first layers without anything to train: their devices need no gradients
 
 
 class TorchLearner:
-    """The global model, and one server-side replica per device (or one for all, if the method shares it).
+    """The global model on the CPU, and one server-side replica per device (or one for all, if the method shares it).
 
     Tensors of the global model are replaced, never overwritten. So sending, validating and saving it need no copy: they
     use the tensors that it consists of at that time.
@@ -89,6 +91,12 @@ class TorchLearner:
         self._before: dict[str, torch.Tensor] | None = None  # the previous global model, if it is kept
         self._optimizer_state: dict[str, torch.Tensor] = {}  # of the shared replica, after the last aggregation
         self._updates = None if settings.trusts_devices else UpdateCheck()
+        self._frozen: dict[int, torch.Tensor] = {}  # on an accelerator, by the identity of the global model's
+
+    @property
+    def torch_device(self) -> TorchDevice:
+        """What the replicas compute on."""
+        return self._settings.torch_device
 
     def replica(self, device: str) -> TorchServerPart:
         """Return M^s_k; it is created from the global model on first use."""
@@ -96,18 +104,31 @@ class TorchLearner:
         if key not in self._replicas:
             _, module = split_model(self.model, self._split_points[device])
             replica = (SharedServerPart if self._shared else TorchServerPart)(
-                _copy_of(module),
+                self._copy_of(module),
                 self._settings.optimizer,
                 task=self._settings.task,
                 proximal=self._settings.proximal,
                 rounding=partial(random_streams.generator, self._settings.seed, "rounding", key, "down"),
                 returns_gradients=self._split_points[device] > self._settings.frozen_layers,
+                device=self._settings.torch_device,
             )
             if isinstance(replica, SharedServerPart):
                 replica.trusts_devices = self._settings.trusts_devices
             replica.set_proximal_target(module.state_dict())
             self._replicas[key] = replica
         return self._replicas[key]
+
+    def _copy_of(self, module: nn.Sequential) -> nn.Sequential:
+        """Return a copy of a part for a replica; replicas share the frozen parameters, which never change."""
+        frozen = [weight for weight in module.parameters() if not weight.requires_grad]
+        device = self._settings.torch_device
+        if device.is_cpu:
+            return copy.deepcopy(module, {id(weight): weight for weight in frozen})
+        for weight in frozen:
+            if id(weight) not in self._frozen:
+                self._frozen[id(weight)] = nn.Parameter(device.put(weight.detach()), requires_grad=False)
+        placed: nn.Sequential = device.place(module, self._frozen)
+        return placed
 
     def move_cuts(self, split_points: Mapping[str, int]) -> dict[str, Body]:
         """Change these devices' split points; return the optimiser state of the layers that move to each.
@@ -215,7 +236,7 @@ class TorchLearner:
             aggregated = self._aggregated(part, ordered, self._device_state)
             replica = self.replica(ordered[0].device)
             _check_result(replica.state(), "The shared server-side model")
-            self._load(join_states(aggregated, changing_state(replica.module)))
+            self._load(join_states(aggregated, replica.changing_state()))
             replica.set_proximal_target(rest.state_dict())  # nothing is installed into it
             self._optimizer_state = {place: one.clone() for place, one in replica.optimizer_state().items()}
         else:
@@ -247,7 +268,7 @@ class TorchLearner:
         return aggregated
 
     def _whole(self, back: TrainedPart) -> dict[str, torch.Tensor]:
-        replica = changing_state(self.replica(back.device).module)
+        replica = self.replica(back.device).changing_state()
         _check_returned(back.device, replica, f"The server-side model of {back.device}")
         return join_states(self._device_state(back), replica)
 
@@ -277,6 +298,8 @@ class TorchLearner:
         for tensor, outline in zip(tensors, outlines, strict=True):
             tensor.data = torch.empty_like(outline, device=tensor.device)
         self.model.load_state_dict(state, strict=False)
+        if frozen_names(self.model) & state.keys():
+            self._frozen.clear()
         self._forget_packed()
 
     def _forget_packed(self) -> None:
@@ -356,11 +379,6 @@ class TorchLearner:
     def _state_stays(self) -> bool:
         # A shared replica always keeps it: its weights are never replaced by an average.
         return self._keep_state or self._shared
-
-
-def _copy_of(module: nn.Sequential) -> nn.Sequential:
-    """Return a copy of a part that shares the frozen parameters, which never change."""
-    return copy.deepcopy(module, {id(weight): weight for weight in module.parameters() if not weight.requires_grad})
 
 
 def _check_returned(device: str, state: Mapping[str, torch.Tensor], what: str) -> None:

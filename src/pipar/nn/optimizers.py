@@ -20,6 +20,7 @@ from pipar.execution.schedule import StepCount
 from pipar.settings.optimizers import OPTIMIZERS, OWN, REFUSED, state_copies
 from pipar.settings.schedules import Schedule
 from pipar.tensors.bodies import check_range
+from pipar.tensors.torch_device import TorchDevice, numbers, wait_for
 from pipar.user_function import load_factory
 
 Parameters = Mapping[str, nn.Parameter]
@@ -163,11 +164,20 @@ class OptimizerSettings:
 
     def layout(self, name: str, weight: nn.Parameter) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Return the shape and dtype of each state that a parameter has after a step, by its key."""
+        found = self._after_step(name, weight)
+        return {place.rpartition("/")[2]: (one.shape, one.dtype) for place, one in found.items()}
+
+    def _after_step(self, name: str, weight: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Return the state after one step of a parameter like this one."""
         copy = nn.Parameter(torch.zeros_like(weight))
         copy.grad = torch.zeros_like(weight)
         made = PartOptimizer(self, {name: copy})
         made.step()
-        return {place.rpartition("/")[2]: (one.shape, one.dtype) for place, one in made.state().items()}
+        return made.state()
+
+    def device_of(self, name: str, weight: nn.Parameter, key: str) -> torch.device:
+        """Return where torch keeps a state of a parameter."""
+        return weight.device if weight.is_cpu else self._after_step(name, weight)[f"{name}/{key}"].device
 
     def state_copies(self, model: nn.Module) -> float:
         """Return how many values it keeps for each weight; a user's own optimiser is tried out on small ones."""
@@ -205,6 +215,8 @@ class PartOptimizer:
         """Apply the accumulated gradients and free them."""
         self.follow_schedule(at)
         self._torch.step()
+        # Another lane's stream allocated the gradients, and may get their memory as soon as they are freed.
+        wait_for(self._named.values())
         self.zero_grad()
 
     def follow_schedule(self, at: StepCount) -> None:
@@ -216,7 +228,7 @@ class PartOptimizer:
     def squared_norm(self) -> float:
         """Return the squared norm of all gradients."""
         gradients = [weight.grad for weight in self._named.values() if weight.grad is not None]
-        return math.fsum(torch.linalg.vector_norm(one).item() ** 2 for one in gradients)
+        return math.fsum(norm**2 for norm in numbers(map(torch.linalg.vector_norm, gradients)))
 
     @torch.no_grad()
     def clip(self, norm: float, most: float) -> None:
@@ -247,7 +259,14 @@ class PartOptimizer:
         for (name, key), one in _by_name(state):
             if name in self._named:
                 own = self._torch.state[self._named[name]]
-                own[key.removesuffix(_NUMBER)] = one.item() if key.endswith(_NUMBER) else one.clone()
+                own[key.removesuffix(_NUMBER)] = one.item() if key.endswith(_NUMBER) else self._own_copy(name, key, one)
+        wait_for(self._named.values())
+
+    def _own_copy(self, name: str, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a state where torch keeps it: beside its weight, but many numbers on the CPU."""
+        weight = self._named[name]
+        kept = weight.device if tensor.ndim else self._settings.device_of(name, weight, key)
+        return tensor.clone() if kept.type == "cpu" else TorchDevice(str(kept)).put(tensor)
 
 
 def divided_state(state: State, own: Parameters) -> tuple[State, State]:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-from pipar.cutting.frozen import frozen_names
+from pipar.cutting.frozen import changing_state, frozen_names
 from pipar.errors import ProtocolError
 from pipar.execution.schedule import StepCount
 from pipar.nn.optimizers import FIRST_STEP, OptimizerSettings, divided_state, moved_state, saved_state
@@ -24,13 +24,14 @@ from pipar.tensors.bodies import (
     read_state,
     state_body,
 )
+from pipar.tensors.torch_device import CPU, TorchDevice, all_to_host
 from pipar.wire.messages import (
     Body,
 )
 
 
 class Part:
-    """The layers on one side of the cut, with their optimiser."""
+    """The layers on one side of the cut, with their optimiser; they are on one device of torch."""
 
     def __init__(
         self,
@@ -39,8 +40,10 @@ class Part:
         *,
         proximal: float = 0.0,
         rounding: Generators | None = None,
+        device: TorchDevice = CPU,
     ) -> None:
         self.module = module.train()
+        self._torch_device = device  # where the module is
         self._encoding_errors = EncodingErrors(rounding)
         self._proximal = proximal
         self._global: dict[str, torch.Tensor] = {}  # w_global by name, if there is a proximal term
@@ -97,10 +100,15 @@ class Part:
         """
         if self._proximal > 0:
             trained = (name for name, weight in self.module.named_parameters() if weight.requires_grad)
-            self._global = {name: state[name].detach() for name in trained}
+            self._global = self._torch_device.put_all({name: state[name].detach() for name in trained})
 
     def state(self) -> dict[str, torch.Tensor]:
-        return self.module.state_dict()
+        """Return weights and buffers on the CPU; those of a part on the CPU are its own."""
+        return all_to_host(self.module.state_dict())
+
+    def changing_state(self) -> dict[str, torch.Tensor]:
+        """Return the same without frozen parameters."""
+        return all_to_host(changing_state(self.module))
 
     def install(self, state: Mapping[str, torch.Tensor], *, keep_state: bool) -> None:
         """Load weights and buffers; unless it is kept, optimiser state is reset. Frozen parameters may be left out."""
@@ -141,8 +149,8 @@ class Part:
         self._set_state(saved_state(state, dict(self.module.named_parameters()), self._optimizer))
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Return the state of each parameter that has one, by names; the tensors are the optimiser's own."""
-        return {} if self._steps is None else self._steps.state()
+        """Return the state of each parameter that has one, by names; on the CPU, it is the optimiser's own."""
+        return {} if self._steps is None else all_to_host(self._steps.state())
 
     def _set_state(self, state: Mapping[str, torch.Tensor]) -> None:
         if self._steps is not None:

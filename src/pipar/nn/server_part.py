@@ -10,6 +10,7 @@ from torch import nn
 from pipar.errors import ProtocolError
 from pipar.execution.schedule import StepCount
 from pipar.execution.work import Place
+from pipar.nn.loss_sum import LossSum
 from pipar.nn.micro_batches import Activation, Decoded, tensors_at
 from pipar.nn.optimizers import FIRST_STEP, OptimizerSettings
 from pipar.nn.parts import Part
@@ -26,6 +27,8 @@ from pipar.tensors.bodies import (
     unmasked,
 )
 from pipar.tensors.crossing import Received, read_activations
+from pipar.tensors.inputs import mapped
+from pipar.tensors.torch_device import CPU, TorchDevice
 from pipar.wire.encodings import chunk_bytes, is_sparse
 from pipar.wire.messages import (
     EMPTY,
@@ -41,6 +44,8 @@ _EARLY = (
     "In the first round, its samples (check them for missing values) or the first weights are likelier causes than a "
     "training that has diverged, for which a smaller optimizer.learning_rate may help."
 )
+
+_ITS_LOSS = "The loss of a micro-batch"
 
 
 @dataclass
@@ -73,8 +78,9 @@ class TorchServerPart(Part):
         proximal: float = 0.0,
         rounding: Generators | None = None,
         returns_gradients: bool = True,
+        device: TorchDevice = CPU,
     ) -> None:
-        super().__init__(module, optimizer, proximal=proximal, rounding=rounding)
+        super().__init__(module, optimizer, proximal=proximal, rounding=rounding, device=device)
         self._task = task
         self._counted = _BatchCount()
         self._returns_gradients = returns_gradients  # False: the device has nothing to train
@@ -82,7 +88,8 @@ class TorchServerPart(Part):
         # to, also through a view of its input, such as nn.Flatten returns.
         self._overwrites_input = any(getattr(layer, "inplace", False) for layer in module.modules())
         self._takes: list[tuple[torch.Size, torch.dtype]] | None = None  # of one sample's tensors, as first received
-        self.loss_sum = 0.0
+        self._losses = LossSum()
+        self._checks_losses = False
         self._prepare()
 
     def _prepare(self) -> None:
@@ -101,18 +108,30 @@ class TorchServerPart(Part):
 
     def forward(self, decoded: Decoded) -> tuple[Activation, torch.Tensor]:
         """Return the activations and the loss of one micro-batch: its share of the batch's mean loss."""
-        activation, targets, batch_samples, count = decoded
+        received, targets, batch_samples, count = decoded
         if self._task.sends_count:
             self._counted.add(self._task.loss.count(targets), count)
+        activation = self._put(received)
         if isinstance(activation, torch.Tensor):
             activation.requires_grad_(self._returns_gradients)
-        loss = self._loss(activation, targets, count)
-        if isinstance(activation, Received) or not self._task.has_labels:
-            check_range([loss], "The loss of a micro-batch")  # its masks, or its targets, may have any effect
-        self.loss_sum += loss.item() * batch_samples
+        with self._torch_device.computing():
+            loss = self._loss(activation, mapped(targets, self._torch_device.put), count)
+        # Masks, and targets other than labels, may have any effect on it.
+        self._checks_losses = isinstance(activation, Received) or not self._task.has_labels
+        if loss.is_cpu and self._checks_losses:
+            check_range([loss], _ITS_LOSS)
+        self._losses.add(loss, batch_samples)
         return activation, loss
 
+    def _put(self, received: Activation) -> Activation:
+        if isinstance(received, Received):
+            return Received(tuple(map(self._torch_device.put, received.tensors)), received.parts)
+        return self._torch_device.put(received)
+
     def step(self, at: StepCount = FIRST_STEP, others: float = 0.0) -> None:
+        losses = self._losses.read()  # from an accelerator, where none was checked before
+        if self._checks_losses:
+            check_range([torch.tensor(losses, dtype=torch.float64)], _ITS_LOSS)
         super().step(at, others)
         self._counted = _BatchCount()
 
@@ -139,7 +158,7 @@ class TorchServerPart(Part):
 
     def discard(self) -> None:
         super().discard()
-        self.loss_sum = 0.0
+        self._losses.take()
         self._counted = _BatchCount()
 
     def chunk_bytes(self, message: Message, encoding: str) -> list[int]:
@@ -163,8 +182,7 @@ class TorchServerPart(Part):
 
     def take_loss(self) -> float:
         """Return the loss summed over the samples since the last call."""
-        loss, self.loss_sum = self.loss_sum, 0.0
-        return loss
+        return self._losses.take()
 
 
 def _outline(activation: Activation) -> list[tuple[torch.Size, torch.dtype]]:

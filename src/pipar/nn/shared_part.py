@@ -16,6 +16,7 @@ from pipar.nn.micro_batches import Activation
 from pipar.nn.optimizers import FIRST_STEP
 from pipar.nn.server_part import TorchServerPart
 from pipar.tensors.bodies import LARGEST_NORM, check_range
+from pipar.tensors.torch_device import numbers
 from pipar.wire.messages import Body
 
 #: Weights below this mean size, such as those that start at 0, count as this large when a step is compared with them.
@@ -108,7 +109,7 @@ class SharedServerPart(TorchServerPart):
             return 0.0
         if self._scales_gradients:
             return gradient
-        velocity = _norm(self.optimizer_state().values())
+        velocity = _norm(steps.state().values())
         moved = gradient + steps.largest("momentum") * velocity + steps.largest("weight_decay") * size
         return steps.largest("lr") * moved
 
@@ -223,4 +224,4 @@ def _largest(tensor: torch.Tensor) -> float:
 
 def _norm(tensors: Iterable[torch.Tensor]) -> float:
     """Return the norm over all tensors; infinite or NaN if a value is, or if a square overflows."""
-    return math.hypot(*(torch.linalg.vector_norm(tensor.detach()).item() for tensor in tensors))
+    return math.hypot(*numbers(torch.linalg.vector_norm(tensor.detach()) for tensor in tensors))

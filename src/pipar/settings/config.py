@@ -135,6 +135,8 @@ class ServerSection(Section):
     checkpoint_every: NotNegative = 1  # rounds; 0 is never
     checkpoint_keep: Positive = 3
     activation_cache: Annotated[int, BeforeValidator(values.cache_size)] = 2**30  # bytes of each device; 0 is off
+    torch_device: Annotated[str, AfterValidator(values.torch_device)] = "cpu"  # or "auto", "cuda", "cuda:1", "mps", ...
+    autocast: Literal["off", "bf16"] = "off"
 
     @property
     def proximal(self) -> float:
@@ -187,6 +189,8 @@ class DeviceSection(Section):
     memory: Annotated[int | None, BeforeValidator(values.size)] = None  # bytes; with a named machine, the machine's
     split_point: PlanNumber | None = None
     micro_batches: PlanNumber | None = None
+    torch_device: Annotated[str, AfterValidator(values.torch_device)] = "cpu"  # or "auto", "cuda", "cuda:1", "mps", ...
+    autocast: Literal["off", "bf16"] = "off"
 
     @model_validator(mode="before")
     @classmethod
@@ -242,6 +246,17 @@ class Config(Section):
     @model_validator(mode="after")
     def _clipping_fits(self) -> Config:
         check_clipping(self)
+        return self
+
+    @model_validator(mode="after")
+    def _autocast_fits(self) -> Config:
+        given = {"devices": any(one.autocast != "off" for one in self.devices), "server": self.server.autocast != "off"}
+        for name, is_given in given.items():
+            if is_given and self.model.dtype == "float64":
+                raise ValueError(
+                    f"{name}.autocast = 'bf16' rounds to 8 bits what model.dtype = 'float64' asks to compute exactly: "
+                    "write autocast = 'off', or model.dtype = 'float32'"
+                )
         return self
 
     @model_validator(mode="after")
@@ -403,6 +418,8 @@ class DeviceSpec:
     split_point: int | Literal["auto"]
     micro_batches: int | Literal["auto"]
     memory_bytes: int | None = None
+    torch_device: str = "cpu"
+    autocast: Literal["off", "bf16"] = "off"
 
 
 def device_specs(config: Config) -> tuple[DeviceSpec, ...]:
@@ -438,4 +455,6 @@ def _device_spec(config: Config, group: DeviceSection, number: int, count: int) 
         split_point=config.plan.split_point if group.split_point is None else group.split_point,
         micro_batches=config.plan.micro_batches if group.micro_batches is None else group.micro_batches,
         memory_bytes=group.memory,
+        torch_device=group.torch_device,
+        autocast=group.autocast,
     )

@@ -133,6 +133,13 @@ def address(value: str) -> str:
     return value
 
 
+def torch_device(value: str) -> str:
+    """Return the name of a device of torch; whether it is there is known only on its machine."""
+    if re.fullmatch(r"[a-z]+(:\d+)?", value) is None:
+        raise ValueError("is not a device of torch: write auto, cpu, cuda, cuda:1 for the second one, mps or xpu")
+    return value
+
+
 def trackers(value: Any) -> Any:
     """Return the names of known trackers, each once."""
     if not isinstance(value, list | tuple):

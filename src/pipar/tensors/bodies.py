@@ -18,6 +18,7 @@ import torch
 from pipar.errors import ProtocolError
 from pipar.execution.work import Place
 from pipar.json_records import parse_json
+from pipar.tensors.torch_device import to_host
 from pipar.wire import bitpacking
 from pipar.wire.changes import decode_changes, encode_changes
 from pipar.wire.encodings import LOSSY, chunk_sizes, row_values
@@ -62,7 +63,7 @@ def tensor_body(
     An encoded body has its first chunk; the others are encoded on demand. `kept` marks the values that the receiver
     expects: only those are sent.
     """
-    values = tensor.detach().contiguous().numpy()
+    values = to_host(tensor).contiguous().numpy()
     dtype = _DTYPE_NAMES[tensor.dtype]
     assert dtype in DTYPES
     trailing = list(targets)
@@ -134,8 +135,8 @@ def _decoded(body: Body, trailing: int, kept: torch.Tensor | None) -> np.ndarray
 
 
 def not_zero(tensor: torch.Tensor) -> torch.Tensor:
-    """Return where a tensor is not a positive zero, compared by bits as in the sparse encodings."""
-    return torch.from_numpy(bitpacking.not_zero(tensor.detach().contiguous().numpy()))
+    """Return on the CPU where a tensor is not a positive zero, compared by bits as in the sparse encodings."""
+    return torch.from_numpy(bitpacking.not_zero(to_host(tensor).contiguous().numpy()))
 
 
 def _gather(buffers: tuple[memoryview, ...], out: np.ndarray[Any, Any]) -> None:

@@ -20,6 +20,7 @@ from pipar.errors import ProtocolError
 from pipar.execution.work import Place
 from pipar.tensors.bodies import EncodingErrors, not_zero
 from pipar.tensors.rectified import is_rectified
+from pipar.tensors.torch_device import to_host
 from pipar.wire.encodings import is_sparse, row_values
 from pipar.wire.lossy import Lossy
 from pipar.wire.messages import (
@@ -141,7 +142,7 @@ class _Encoder:
 
     @classmethod
     def of(cls, tensor: Tensor, part: TensorPart, kept: Tensor | None, lossy: Lossy | None) -> _Encoder:
-        values = tensor.detach().contiguous().numpy().reshape(-1)
+        values = to_host(tensor).contiguous().numpy().reshape(-1)
         return cls(values, part, None if kept is None else kept.numpy().reshape(-1), lossy)
 
     def chunk(self, start: int, end: int) -> tuple[memoryview | bytes, ...]:

@@ -1,0 +1,280 @@
+"""Training on an accelerator gives the weights of the CPU; on a stand-in, because there is no accelerator here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from support import networks, stand_in
+from support.over_grpc import train_over_grpc
+from support.training import Case, make_job, train_by_script, train_workload
+
+from pipar.cutting import frozen
+from pipar.events import ignore
+from pipar.job.model_setup import deterministic, make_learner
+from pipar.launch.virtual import train_virtually
+from pipar.methods import Plan
+from pipar.nn import device_part, loss_sum, optimizers, parts, server_part
+from pipar.nn.learner import TorchLearner
+from pipar.planner import replanner
+from pipar.tensors import bodies, crossing, torch_device
+from pipar.tensors.bodies import weights_sha256
+
+pytestmark = pytest.mark.slow
+
+Outcome = tuple[str, list[float | None]]
+PIPAR = Case("pipar", (1,), (3,), dtype="float32")
+
+
+def outcome(case: Case, model: Callable[[], torch.nn.Module] | None = None) -> Outcome:
+    """Return the hash of the trained weights, and the losses, in virtual time."""
+    torch.manual_seed(0)  # of the weights of an own network
+    trained = train_workload(case.workload(None if model is None else model()))
+    return weights_sha256(trained.state), [epoch.train_loss for epoch in trained.epochs]
+
+
+def accelerated(case: Case) -> Case:
+    return replace(case, torch_device=stand_in.NAME)
+
+
+def check_same(case: Case, model: Callable[[], torch.nn.Module] | None = None) -> None:
+    """Check in this process that the accelerator gives what the CPU gives."""
+    assert outcome(accelerated(case), model) == outcome(case, model)
+    assert stand_in.broken == []
+
+
+def check_all_same(cases: Sequence[Case]) -> None:
+    for case in cases:
+        check_same(case)
+
+
+@pytest.mark.parametrize("method", ["pipar", "fl", "sl", "sfl", "sfl2"])
+@pytest.mark.parametrize("norm", ["none", "batch"])
+def test_every_method_trains_the_same_weights(method: str, norm: str) -> None:
+    micro_batches = (3,) if method == "pipar" else (1,)
+    stand_in.in_child(check_same, Case(method, (2,), micro_batches, norm=norm, dtype="float32"))
+
+
+def test_every_encoding_trains_the_same_weights() -> None:
+    encodings = ("raw", "sparse", "planes", "sparse-planes", "fp16", "bf16", "int8", "topk")
+    stand_in.in_child(check_all_same, [replace(PIPAR, encoding=name, epochs=1) for name in encodings])
+
+
+def test_every_kind_of_noise_gives_the_same_weights() -> None:
+    noise: tuple[tuple[tuple[str, float], ...], ...] = (
+        (("noise_multiplier", 0.5),),
+        (("pixel_epsilon", 0.5),),
+        (("label_epsilon", 3.0),),
+    )
+    stand_in.in_child(check_all_same, [replace(PIPAR, privacy=one, norm="batch") for one in noise])
+
+
+def test_proximal_terms_clipping_and_frozen_layers_give_the_same_weights() -> None:
+    cases = [
+        replace(PIPAR, aggregator="fedprox", aggregation=(("proximal", 0.3),)),
+        replace(PIPAR, optimizer=(("clip_norm", 0.5),)),
+        replace(PIPAR, freeze=("conv1.*",), dtype="float64"),
+        replace(PIPAR, split_points=(2,), freeze=("conv1.*", "fc4.*")),
+        replace(PIPAR, split_points=(1, 3, 5), schedule="1f1b"),
+        replace(PIPAR, evaluate=0.2),
+    ]
+    stand_in.in_child(check_all_same, cases)
+
+
+def check_network() -> None:
+    check_same(replace(PIPAR, shape=(1, 8, 8), cut_points=None), networks.Residual)
+    check_same(replace(PIPAR, shape=(1, 8, 8), cut_points=None), networks.UNet)
+
+
+def test_networks_of_ones_own_train_the_same_weights_also_where_several_tensors_cross() -> None:
+    stand_in.in_child(check_network)
+
+
+# --- optimiser state, plans that change, resuming
+
+SCRIPT = [[Plan(2, 2), Plan(1, 3), Plan(3, 1)], [Plan(1, 4), Plan(4, 1), Plan(2, 2)]]
+KEEPING = replace(PIPAR, momentum="keep", epochs=3, dtype="float64")
+
+
+def replanned(case: Case) -> str:
+    with patch.object(replanner, "NOTICED", -1.0):
+        return weights_sha256(train_by_script(case.workload(), SCRIPT))
+
+
+def check_replanned(name: str) -> None:
+    case = replace(KEEPING, optimizer=(("name", name), ("learning_rate", 0.01)))
+    assert replanned(accelerated(case)) == replanned(case)
+    assert stand_in.broken == []
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "nadam", "adagrad"])
+def test_plans_change_and_layers_move_with_the_state_of_their_optimiser(name: str) -> None:
+    stand_in.in_child(check_replanned, name)
+
+
+def resumed(first: Case, second: Case) -> str:
+    """Return the weights of a training whose server is restarted after an epoch; parts come from its learner."""
+    learner = _trained(first)
+    snapshot = learner.snapshot()
+    job, workload = make_job(second.workload()), second.workload()
+    again: TorchLearner = make_learner(job, workload)
+    with deterministic(0):
+        again.restore(snapshot)
+    assert again.snapshot().contiguous() == snapshot.contiguous()
+    return weights_sha256(train_virtually(job, workload, lambda *_: None, ignore, again).state())
+
+
+def _trained(case: Case) -> TorchLearner:
+    workload = case.workload()
+    return train_virtually(make_job(workload), workload, lambda *_: None, ignore)
+
+
+def check_resumed() -> None:
+    for case in (replace(KEEPING, epochs=1), Case("sfl2", (1,), (1,), epochs=1)):
+        expected = resumed(case, case)
+        assert resumed(accelerated(case), accelerated(case)) == expected
+        assert resumed(accelerated(case), case) == expected
+        assert resumed(case, accelerated(case)) == expected
+
+
+def test_a_training_resumes_on_the_accelerator_or_on_the_cpu_whatever_it_began_on() -> None:
+    stand_in.in_child(check_resumed)
+
+
+# --- threads
+
+
+def in_threads(case: Case) -> str:
+    return weights_sha256(asyncio.run(train_over_grpc(case)).state)
+
+
+THREADED = replace(PIPAR, even=True, sizes=(60, 40), batch_size=20, micro_batches=(3,), epochs=1)
+
+
+def check_threads() -> None:
+    expected = outcome(THREADED)[0]
+    assert in_threads(accelerated(THREADED)) == expected
+    assert stand_in.broken == []
+
+
+def test_lanes_in_threads_with_streams_of_their_own_train_the_same_weights() -> None:
+    stand_in.in_child(check_threads)
+
+
+# --- mistakes that have to be found
+
+
+def _unchanged(given: Any, _: Any) -> Any:
+    return given
+
+
+def _left_on_cpu(_: Any, given: Any) -> Any:
+    return given
+
+
+def _unsynchronised(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.is_cpu else torch_device._copied(tensor)
+
+
+def _reused() -> Callable[..., torch.Tensor]:
+    kept: dict[Any, torch.Tensor] = {}
+    staging = torch_device._staging
+
+    def reused(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return kept.setdefault((tensor.shape, tensor.dtype), staging(tensor, device))
+
+    return reused
+
+
+def _read_at_once(self: loss_sum.LossSum, loss: torch.Tensor, samples: int) -> None:
+    self._waiting.append((loss.detach(), samples))
+    loss.item()
+
+
+def _mistakes() -> dict[str, tuple[Case, Any]]:
+    """Return how each mistake is made, and a training in which it matters."""
+    raw = replace(PIPAR, encoding="raw", epochs=1)
+    moving = replace(KEEPING, optimizer=(("name", "adam"), ("learning_rate", 0.01)))
+    proximal = replace(raw, aggregator="fedprox", aggregation=(("proximal", 0.3),))
+    return {
+        "inputs stay on the CPU": (raw, patch.object(device_part, "mapped", _unchanged)),
+        "targets stay on the CPU": (raw, patch.object(server_part, "mapped", _unchanged)),
+        "activations stay on the CPU": (raw, patch.object(server_part.TorchServerPart, "_put", _left_on_cpu)),
+        "gradients stay on the CPU": (
+            raw,
+            patch.object(device_part.TorchDevicePart, "decode", _decoded_on_cpu),
+        ),
+        "proximal weights stay on the CPU": (
+            proximal,
+            patch.object(torch_device.TorchDevice, "put_all", lambda _, state: dict(state)),
+        ),
+        "optimiser state stays on the CPU": (
+            moving,
+            patch.object(optimizers.PartOptimizer, "_own_copy", lambda _, name, key, one: one.clone()),  # noqa: ARG005
+        ),
+        "trained weights stay on the accelerator": (
+            raw,
+            patch.object(parts.Part, "changing_state", lambda part: frozen.changing_state(part.module)),
+        ),
+        "results are read before they are there": (
+            replace(raw, encoding="planes"),
+            _patched_both("to_host", _unsynchronised),
+        ),
+        "staging memory is reused too early": (raw, patch.object(torch_device, "_staging", _reused())),
+        "a stage ends before its work is done": (
+            THREADED,
+            patch.object(torch_device.TorchDevice, "end_stage", lambda _: None),
+        ),
+        "gradients are freed while they are used": (THREADED, patch.object(optimizers, "wait_for", lambda _: None)),
+        "each loss is read at once": (raw, patch.object(loss_sum.LossSum, "add", _read_at_once)),
+    }
+
+
+def _decoded_on_cpu(self: Any, message: Any, encoding: str) -> Any:
+    return self._read_gradient(message, encoding, self._outputs.get(message.micro_batch))
+
+
+@contextmanager
+def _patched_both(name: str, to: Any) -> Iterator[None]:
+    with patch.object(bodies, name, to), patch.object(crossing, name, to):
+        yield
+
+
+def findings(case: Case) -> list[str]:
+    """Return what is wrong with a training on the accelerator; nothing if all is well."""
+    expected = outcome(case)[0]
+    stand_in.reads = 0
+    try:
+        trained = replanned(accelerated(case)) if case.momentum == "keep" else outcome(accelerated(case))[0]
+        if case is THREADED:
+            in_threads(accelerated(case))
+    except BaseException as error:  # noqa: BLE001 - the finding
+        return [f"{type(error).__name__}: {error}"]
+    expected = replanned(case) if case.momentum == "keep" else expected
+    wrong = [] if trained == expected else ["other weights"]
+    return [*wrong, *stand_in.broken, *(["reads single values"] if stand_in.reads else [])]
+
+
+def found(mistake: str) -> list[str]:
+    case, making = _mistakes()[mistake]
+    with making:
+        return findings(case)
+
+
+@pytest.mark.parametrize("mistake", list(_mistakes()))
+def test_a_mistake_is_found(mistake: str) -> None:
+    assert stand_in.in_child(found, mistake) != []
+
+
+def nothing_found() -> list[str]:
+    return [one for case, _ in _mistakes().values() for one in findings(case)]
+
+
+def test_without_mistakes_nothing_is_found() -> None:
+    assert stand_in.in_child(nothing_found) == []
