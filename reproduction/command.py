@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipar.cli.options import JSON, Interrupted, example, interrupted_by_sigterm, options, print_json
+from pipar.cli.command_group import Interrupted, example
+from pipar.cli.options import JSON, interrupted_by_sigterm, options, print_json
 from pipar.errors import InputError
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipar.cli.options import JSON, example, options, print_json
+from pipar.cli.command_group import example
+from pipar.cli.options import JSON, options, print_json
 from simulation.resources import Sample
 
 if TYPE_CHECKING:

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from rich.console import Console
 from support.waiting import PATIENCE_S, until
 
-from pipar.cli import main
+from pipar.cli import Commands, cli, main
 from pipar.cli.tables import comparison_table, result_table
 from pipar.job.profiles import profile_key
 from pipar.profiling.cache import keep_profile
@@ -118,6 +119,34 @@ def test_the_command_line_starts_without_torch_grpc_and_the_like() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_help_and_version_import_no_command_and_no_configuration() -> None:
+    script = """
+import sys
+from pipar.cli import main
+for words in (["--help"], ["--version"]):
+    try:
+        main(words)
+    except SystemExit:
+        pass
+print([name for name in sys.modules if name.startswith(("pydantic", "torch", "numpy", "rich"))], file=sys.stderr)
+print(sorted(name for name in sys.modules if name.startswith("pipar.")), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+    assert "Commands:" in done.stdout
+    assert done.stderr == "[]\n['pipar.cli', 'pipar.cli.command_group', 'pipar.errors']\n"
+
+
+@pytest.mark.parametrize("name", Commands.elsewhere)
+def test_the_help_has_the_summary_of_each_command(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert command.name == name
+    assert Commands.elsewhere[name].summary == command.get_short_help_str(limit=80)
 
 
 @pytest.mark.slow

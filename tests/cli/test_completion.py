@@ -13,7 +13,8 @@ import pytest
 from support.waiting import PATIENCE_S
 
 from pipar.cli import main
-from pipar.cli.completion import SHELLS, VARIABLE, join_words
+from pipar.cli.command_group import COMPLETION_VARIABLE
+from pipar.cli.completion import SHELLS, join_words
 from pipar.methods import METHODS
 from pipar.settings.config import DATASETS, MODELS
 from pipar.settings.links import NAMED_LINKS
@@ -27,7 +28,7 @@ def complete(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
     """Complete the last of these words, as bash splits them; files are "file"."""
 
     def candidates(*words: str) -> list[str]:
-        monkeypatch.setenv(VARIABLE, "bash_complete")
+        monkeypatch.setenv(COMPLETION_VARIABLE, "bash_complete")
         monkeypatch.setenv("COMP_WORDS", " ".join(["pipar", *words]))
         monkeypatch.setenv("COMP_CWORD", str(len(words)))
         with pytest.raises(SystemExit) as ended:
@@ -103,7 +104,7 @@ def test_the_script_of_a_shell_asks_pipar(shell: str, capfd: pytest.CaptureFixtu
         main(["completion", shell])
     script = capfd.readouterr().out
     assert ended.value.code == 0
-    assert f"{VARIABLE}={shell}_complete" in script
+    assert f"{COMPLETION_VARIABLE}={shell}_complete" in script
     assert "pipar" in script
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from support.waiting import PATIENCE_S
 
@@ -88,6 +89,6 @@ def test_the_reference_has_every_command_and_every_public_name(site: Path) -> No
     from pipar.cli import cli
 
     commands = (site / "reference" / "cli.html").read_text("utf-8")
-    assert [name for name in cli.commands if f'id="pipar-{name}"' not in commands] == []
+    assert [name for name in cli.list_commands(click.Context(cli)) if f'id="pipar-{name}"' not in commands] == []
     python = (site / "reference" / "python.html").read_text("utf-8")
     assert [name for name in pipar.__all__ if f'id="{name.lower()}"' not in python] == []

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from pipar.cli.options import JSON, Group, example, help_if_alone, options, print_json
+from pipar.cli.command_group import Group, example, help_if_alone
+from pipar.cli.options import JSON, options, print_json
 
 _FOLDER = click.option(
     "--folder",

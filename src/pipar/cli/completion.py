@@ -15,10 +15,8 @@ from click.shell_completion import (
     split_arg_string,
 )
 
-from pipar.cli.options import example
+from pipar.cli.command_group import COMPLETION_VARIABLE, example
 
-#: The variable by which a shell asks for candidates; click derives it from the name of the program.
-VARIABLE = "_PIPAR_COMPLETE"
 SHELLS = ("bash", "zsh", "fish")
 #: Characters at which bash splits words.
 _BREAKS = "=:"
@@ -99,4 +97,4 @@ def completion(context: click.Context, shell: str) -> None:
     """
     kind = get_completion_class(shell)
     assert kind is not None
-    click.echo(kind(context.find_root().command, {}, "pipar", VARIABLE).source())
+    click.echo(kind(context.find_root().command, {}, "pipar", COMPLETION_VARIABLE).source())

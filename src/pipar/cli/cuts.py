@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from pipar.cli.options import CONFIG, JSON, NETWORK, SET, example, load, options, print_json, watched
+from pipar.cli.command_group import example
+from pipar.cli.options import CONFIG, JSON, NETWORK, SET, load, options, print_json, watched
 from pipar.events import LOADING, Preparing
 
 

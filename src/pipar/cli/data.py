@@ -8,8 +8,9 @@ from pathlib import Path
 
 import click
 
+from pipar.cli.command_group import Group, example, help_if_alone
 from pipar.cli.completion_candidates import one_of
-from pipar.cli.options import JSON, SET, Group, example, help_if_alone, load, options, print_json, watched
+from pipar.cli.options import JSON, SET, load, options, print_json, watched
 from pipar.settings.config import DATASETS
 
 _PATH = click.option(

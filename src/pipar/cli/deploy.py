@@ -13,6 +13,7 @@ from typing import NoReturn, cast
 
 import click
 
+from pipar.cli.command_group import example
 from pipar.cli.options import (
     CONFIG,
     DASHBOARD,
@@ -22,7 +23,6 @@ from pipar.cli.options import (
     SET,
     TRACKER,
     command_line,
-    example,
     live_page,
     load,
     options,

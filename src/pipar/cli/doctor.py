@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from pipar.cli.options import CONFIG, JSON, SET, example, load, options, print_json
+from pipar.cli.command_group import example
+from pipar.cli.options import CONFIG, JSON, SET, load, options, print_json
 
 
 @click.command(

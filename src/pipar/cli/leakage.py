@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipar.cli.command_group import example
 from pipar.cli.completion_candidates import one_of, some_of
-from pipar.cli.options import CONFIG, JSON, NETWORK, SET, example, load, options, save, watched
+from pipar.cli.options import CONFIG, JSON, NETWORK, SET, load, options, save, watched
 from pipar.errors import InputError
 from pipar.events import Observer, Preparing
 from pipar.settings.config import MODELS

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 from click.core import ParameterSource
 
+from pipar.cli.command_group import Interrupted
 from pipar.cli.completion_candidates import a_setting, one_of
 from pipar.errors import InputError
 from pipar.methods import METHODS
@@ -184,11 +185,6 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[Decorated], Decorate
     return decorate
 
 
-def example(*lines: str) -> str:
-    """Return the examples that the help shows below the options."""
-    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
-
-
 def load(config: Path | None, settings: Sequence[str]) -> Config:
     """Return the configuration of the command: the file, then --set, then the short options."""
     loaded = load_config(config, [*settings, *click.get_current_context().meta.get(_SETTINGS, [])])
@@ -251,35 +247,6 @@ def live_page(address: str | None, token: str | None, announce: Callable[[str], 
             dashboard.observe(event)
 
         yield [observe]
-
-
-class Group(click.Group):
-    """A group whose error for an unknown command lists the known ones."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-") and not ctx.resilient_parsing:
-            raise click.UsageError(f"'{args[0]}' is not a command; there are {', '.join(self.list_commands(ctx))}.")
-        return super().resolve_command(ctx, args)
-
-
-def help_if_alone(context: click.Context) -> None:
-    """Show the help of a group if none of its commands was given."""
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
-
-
-class Interrupted(Exception):  # noqa: N818 - it is no error
-    """Ctrl-C, after the runs in these folders were saved."""
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders = [folder for folder in folders if (folder / "result.json").exists()]
-
-    def __str__(self) -> str:
-        if not self.folders:
-            return "Stopped before there was anything to save."
-        return f"Stopped. Saved in {', '.join(f'{folder}/' for folder in self.folders)}."
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from pipar.cli.command_group import example
 from pipar.cli.options import (
     CONFIG,
     DEVICES,
@@ -15,7 +16,6 @@ from pipar.cli.options import (
     NETWORK,
     PLAN,
     SET,
-    example,
     load,
     options,
     print_json,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from pipar.cli.options import CONFIG, JSON, NETWORK, SET, example, load, options, save, watched
+from pipar.cli.command_group import example
+from pipar.cli.options import CONFIG, JSON, NETWORK, SET, load, options, save, watched
 from pipar.errors import InputError
 from pipar.events import LOADING, Preparing
 from pipar.units import parse_size

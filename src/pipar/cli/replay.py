@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipar.cli.options import JSON, example, options, print_json, watched
+from pipar.cli.command_group import example
+from pipar.cli.options import JSON, options, print_json, watched
 from pipar.errors import InputError
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
+from pipar.cli.command_group import example
 from pipar.cli.completion_candidates import a_run
-from pipar.cli.options import JSON, example, options, print_json
+from pipar.cli.options import JSON, options, print_json
 
 
 @click.command(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipar.cli.command_group import example
 from pipar.cli.completion_candidates import some_of
 from pipar.cli.options import (
     CONFIG,
@@ -20,7 +21,6 @@ from pipar.cli.options import (
     SET,
     TRAINING,
     command_line,
-    example,
     live_page,
     load,
     options,

@@ -15,7 +15,9 @@ import types
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event as EventFlag
 from operator import attrgetter
@@ -26,16 +28,10 @@ from pipar.errors import InputError, LinkError, PiparError, TrainingError
 from pipar.events import Event, Listening, Observer, Pictured, Progress
 from pipar.execution.spans import SERVER, Span
 
-#: Modules that the fork server imports once for all processes; never grpc, which does not survive a fork. Without
-#: torch._dynamo here, the first optimiser of each process would import it, which takes more than a second.
-_PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "pipar.job.workload",
-    "pipar.job.model_setup",
-    "pipar.launch.assemble",
-    "pipar.storage.run_folder",
-]
+#: Modules that the fork server imports once for all processes.
+_PRELOAD = ["pipar.launch.preloaded"]
+#: An optimiser of a user's own imports it when it is made, which takes more than a second.
+_COMPILER = "torch._dynamo"
 _PROGRESS_EVERY_S = 0.2
 #: A process that has not ended this long after SIGTERM is killed.
 _TERMINATE_S = 20.0
@@ -110,6 +106,22 @@ class ProcessEnvironment:
         os.environ.update(self.environment)
 
 
+def start_fork_server(*, own_optimizer: bool = False) -> None:
+    """Start the process that forks children; it imports what they need while this one prepares the training.
+
+    Nothing happens if it runs already. Children start without it too, after waiting for these imports.
+    """
+    _context(own_optimizer=own_optimizer)
+    with _without_main():
+        forkserver.ensure_running()
+
+
+def _context(*, own_optimizer: bool = False) -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_PRELOAD, _COMPILER] if own_optimizer else _PRELOAD)
+    return context
+
+
 def new_signal() -> EventFlag:
     """Return a flag that this process sets and its children read."""
     return multiprocessing.get_context("forkserver").Event()
@@ -120,8 +132,7 @@ class ChildProcesses:
 
     def __init__(self, observe: Observer) -> None:
         self._observe = observe
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
+        self._context = _context()
         self._processes: dict[str, BaseProcess] = {}
         self._connections: dict[Connection, str] = {}
         self._address = ""

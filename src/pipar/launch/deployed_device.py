@@ -68,7 +68,7 @@ def take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
 
 
 def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int:
-    prepare_process()
+    prepare_process(config)
     listed = {spec.name: spec for spec in listed_specs(config)}
     spec = listed.get(options.name) or unlisted_spec(config, options.name)
     computes_on = spec_torch_device(config, spec)

@@ -11,6 +11,7 @@ from typing import Any
 from pipar.nn.runtime import keep_freed_memory
 from pipar.settings.config import Config, DeviceSection, DeviceSpec, device_specs
 from pipar.settings.links import Link
+from pipar.settings.optimizers import OWN
 
 _NO_LINK = Link()
 
@@ -54,11 +55,11 @@ def _as_given(group: DeviceSection) -> DeviceSection:
     return group.model_copy(update=update)
 
 
-def prepare_process() -> None:
+def prepare_process(config: Config) -> None:
     """Set torch up for this process: one thread, freed memory kept, slow imports done."""
-    # The first optimiser imports it, which takes more than a second: better now than during training.
-    import torch._dynamo
-
+    if config.optimizer.kind == OWN:
+        # It is imported when such an optimiser is made, for more than a second: better now than during training.
+        import torch._dynamo
     torch.set_num_threads(1)
     keep_freed_memory()
 

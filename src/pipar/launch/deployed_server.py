@@ -93,7 +93,7 @@ def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
 
 
 def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
-    prepare_process()
+    prepare_process(config)
     open_files.raise_limit()
     workload = server_workload(as_deployed(config))
     path = runs_folder() / run_name(config, workload.model_name, workload.samples.name)

@@ -18,7 +18,9 @@ from pipar.job.equivalence import equivalence_reasons
 from pipar.job.job import Job
 from pipar.job.prepare import prepare, prepare_timing_only
 from pipar.launch.callbacks import Callback, Callbacks
+from pipar.launch.child_processes import start_fork_server
 from pipar.launch.final_model import final_files
+from pipar.launch.loading import FOR_PREPARING, import_all
 from pipar.launch.rehearsal import rehearse
 from pipar.monitoring.showing import shown
 from pipar.monitoring.tracker_threads import tracked
@@ -35,6 +37,7 @@ from pipar.settings.config import (
 )
 from pipar.settings.config_file import config_from, load_config, with_settings
 from pipar.settings.metrics import shown_name
+from pipar.settings.optimizers import OWN
 from pipar.settings.wording import guess_text, ruled_out_text, setting_text, training_text
 from pipar.storage.comparison import Comparison
 from pipar.storage.result import Result
@@ -175,7 +178,10 @@ def _train(config: Config, world: World, own: tuple[Any, ...], options: RunOptio
         if job is not None:
             return _run_timing_only(job, options)
     options.observe(Preparing(LOADING, 0.0))
-    from pipar.job.user_objects import UserObjects  # imports torch, which a timing-only run does without
+    if world == "real":
+        start_fork_server(own_optimizer=config.optimizer.kind == OWN)
+    import_all(FOR_PREPARING)  # torch among it, which a timing-only run does without
+    from pipar.job.user_objects import UserObjects
 
     return _run_with_torch(config, UserObjects.of(config, *own), world, options)
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from pipar.errors import ConfigError, InputError, PiparError, ProtocolError
 from pipar.execution.schedule import StepCount
+from pipar.nn.eager_optimizers import eager
 from pipar.settings.optimizers import OPTIMIZERS, OWN, REFUSED, state_copies
 from pipar.settings.schedules import Schedule
 from pipar.tensors.bodies import check_range
@@ -82,7 +83,11 @@ class OptimizerSettings:
         if make is None:
             raise ConfigError(f"optimizer.name = '{self.name}' needs a newer torch than {torch.__version__}.")
         rate = known.learning_rate if self.learning_rate is None else self.learning_rate
-        made: torch.optim.Optimizer = make(self._grouped(named), lr=rate, **{**known.arguments, **self.arguments})
+        made: torch.optim.Optimizer = eager(make)(
+            self._grouped(named),  # type: ignore[arg-type]
+            lr=rate,
+            **{**known.arguments, **self.arguments},
+        )
         return made
 
     def _grouped(self, named: Parameters) -> list[dict[str, Any]]:
