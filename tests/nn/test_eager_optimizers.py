@@ -34,7 +34,7 @@ def test_steps_and_state_are_those_of_torch(name: str) -> None:
     known = OPTIMIZERS[name]
     kind = getattr(torch.optim, known.class_name)
     theirs, their_state = trained(lambda weights: kind(weights, lr=known.learning_rate, **known.arguments))
-    ours, our_state = trained(lambda weights: eager(kind)(weights, lr=known.learning_rate, **known.arguments))  # type: ignore[call-arg]
+    ours, our_state = trained(lambda weights: eager(kind)(weights, lr=known.learning_rate, **known.arguments))
     assert torch.equal(ours, theirs)
     assert our_state == their_state
 

@@ -43,10 +43,10 @@ class LazyGroup(Group):
     #: By name; the function in the module has the same name.
     elsewhere: Mapping[str, Elsewhere] = {}
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return sorted(self.elsewhere)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in self.elsewhere:
             return None
         command = getattr(import_module(self.elsewhere[cmd_name].module), cmd_name)

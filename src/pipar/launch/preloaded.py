@@ -1,7 +1,19 @@
-"""Imported by the fork server when it starts: what all child processes need."""
+"""What the processes of the server and of every device need; the fork server imports it once for all of them.
+
+grpc is not among it: it does not survive a fork. Children do not collect what is imported here, which would copy the
+memory that they share.
+"""
 
 from __future__ import annotations
 
-from pipar.launch.loading import preload
+import gc
 
-preload()
+from pipar.launch.uncollected import uncollected
+
+with uncollected():
+    import pipar.job.model_setup
+    import pipar.job.workload
+    import pipar.launch.assemble
+    import pipar.storage.run_folder  # noqa: F401
+
+gc.freeze()

@@ -20,8 +20,8 @@ from pipar.job.prepare import prepare, prepare_timing_only
 from pipar.launch.callbacks import Callback, Callbacks
 from pipar.launch.child_processes import start_fork_server
 from pipar.launch.final_model import final_files
-from pipar.launch.loading import FOR_PREPARING, import_all
 from pipar.launch.rehearsal import rehearse
+from pipar.launch.uncollected import uncollected
 from pipar.monitoring.showing import shown
 from pipar.monitoring.tracker_threads import tracked
 from pipar.recording.recorder import check_can_record, recorded
@@ -180,8 +180,8 @@ def _train(config: Config, world: World, own: tuple[Any, ...], options: RunOptio
     options.observe(Preparing(LOADING, 0.0))
     if world == "real":
         start_fork_server(own_optimizer=config.optimizer.kind == OWN)
-    import_all(FOR_PREPARING)  # torch among it, which a timing-only run does without
-    from pipar.job.user_objects import UserObjects
+    with uncollected():
+        from pipar.job.user_objects import UserObjects  # imports torch, which a timing-only run does without
 
     return _run_with_torch(config, UserObjects.of(config, *own), world, options)
 

@@ -8,7 +8,9 @@ does, so steps are the same with and without them.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -16,11 +18,12 @@ _HOOKED = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 
 
 @cache
-def eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return a subclass with the same name whose methods are those of torch below their hooks for torch.compile.
+def eager(kind: Any) -> Callable[..., torch.optim.Optimizer]:
+    """Return a subclass of an optimiser of torch, with the methods below their hooks for torch.compile.
 
     Hooks of users and of torch's profiler around a step are kept.
     """
     methods = {name: inspect.unwrap(getattr(kind, name)) for name in _HOOKED}
     step = torch.no_grad()(inspect.unwrap(kind.step))
-    return type(kind.__name__, (kind,), {**methods, "step": step, "__module__": __name__})
+    made: Callable[..., torch.optim.Optimizer] = type(kind.__name__, (kind,), {**methods, "step": step})
+    return made

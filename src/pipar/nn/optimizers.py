@@ -84,7 +84,7 @@ class OptimizerSettings:
             raise ConfigError(f"optimizer.name = '{self.name}' needs a newer torch than {torch.__version__}.")
         rate = known.learning_rate if self.learning_rate is None else self.learning_rate
         made: torch.optim.Optimizer = eager(make)(
-            self._grouped(named),  # type: ignore[arg-type]
+            self._grouped(named),
             lr=rate,
             **{**known.arguments, **self.arguments},
         )
