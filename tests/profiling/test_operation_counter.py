@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipar.cutting.stage_line import line_of
 from pipar.networks.models import build_model
 from pipar.profiling.operation_counter import count_layers
 from pipar.profiling.operation_counts import Counts, LayerCount, PassCount, known_counts, network_sizes
@@ -133,3 +134,17 @@ def test_the_model_and_random_numbers_stay_unchanged(run: bool) -> None:
     for (name, tensor), (_, kept) in zip(before.state_dict().items(), model.state_dict().items(), strict=True):
         assert torch.equal(tensor, kept), name
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Picking(nn.Module):
+    """How many values it picks depends on them, so only a run can count it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + x[x > 0].sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_recorded_network_that_picks_values_is_counted_in_its_own_dtype(dtype: torch.dtype) -> None:
+    network = nn.Sequential(nn.Linear(4, 3), Picking(), nn.Linear(3, 2)).to(dtype)
+    line = line_of(network, torch.rand(2, 4, dtype=dtype))
+    assert sum(layer.parameters for layer in count_layers(line, (4,), run=True)) == 15 + 8

@@ -192,7 +192,7 @@ def _seen(model: nn.Sequential, form: InputForm, samples: int, dtype: torch.dtyp
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     layers = [_LayerSeen(item_bytes=dtype.itemsize) for _ in model]
     weights = [*model.parameters(), *model.buffers(), *_gradients(model)]
-    tape = _Tape([*tensors_of(inputs), *tensors_of(targets)], weights)
+    tape = _Tape([*tensors_of(inputs), *tensors_of(targets)], weights, dtype)
     for tensor in tensors_of(inputs):
         tape.keep(layers[0], tensor)
     output: Any = inputs
@@ -245,9 +245,10 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     A tensor's memory is its storage, which views share; those of a batch and of the weights do not count as alive.
     """
 
-    def __init__(self, batch: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    def __init__(self, batch: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive_bytes = 0
+        self._dtype = dtype
         self._references: dict[int, weakref.ref[Any]] = {}
         self._device = next((tensor.device for tensor in batch), None)
         self._given = [tensor.untyped_storage() for tensor in (*batch, *weights)]
@@ -315,7 +316,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._device is not None and kwargs.get("device") is not None:
             changes["device"] = self._device
         if kwargs.get("dtype") is torch.float64:
-            changes["dtype"] = torch.float32
+            changes["dtype"] = self._dtype
         return {**kwargs, **changes}
 
     def _allocate(self, tensor: Tensor) -> None:
