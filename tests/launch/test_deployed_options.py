@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pipar.cli import main
 from pipar.errors import (
@@ -31,7 +32,7 @@ from pipar.launch import deployed_device, deployed_job, deployed_server
 from pipar.launch.assemble import most_devices
 from pipar.launch.deployed_device import DeviceOptions, device_workload
 from pipar.launch.deployed_job import job_without_devices, server_workload
-from pipar.launch.deployed_process import as_deployed, listed_specs, unlisted_spec
+from pipar.launch.deployed_process import as_deployed, listed_specs, prepare_process, unlisted_spec
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.server.device_messages import Introduction
 from pipar.server.enrolment import OpenEnrolment
@@ -114,7 +115,7 @@ def test_an_optimiser_that_cannot_train_the_network_is_refused_on_server_and_dev
     config = config_from({"optimizer": optimizer, "devices": [{"name": "pi"}]})
     monkeypatch.setattr(deployed_job, "measured_profile", pytest.fail)
     monkeypatch.setattr(deployed_device, "measured_profile", pytest.fail)
-    monkeypatch.setattr(deployed_device, "prepare_process", lambda: None)
+    monkeypatch.setattr(deployed_device, "prepare_process", lambda _: None)
     with pytest.raises(ConfigError, match=re.escape(says)):
         job_without_devices(server_workload(config), ignore)
     with pytest.raises(ConfigError, match=re.escape(says)):
@@ -126,14 +127,14 @@ def test_a_warm_up_that_is_longer_than_a_devices_training_is_refused_on_the_devi
 ) -> None:
     config = config_from({"run": {"epochs": 1}, "optimizer": {"warmup": 1000}, "devices": [{"name": "pi"}]})
     monkeypatch.setattr(deployed_device, "measured_profile", pytest.fail)
-    monkeypatch.setattr(deployed_device, "prepare_process", lambda: None)
+    monkeypatch.setattr(deployed_device, "prepare_process", lambda _: None)
     with pytest.raises(ConfigError, match=r"^optimizer.warmup = 1000, but pi takes only \d+ steps"):
         deployed_device.take_part(config, DeviceOptions("pi", "127.0.0.1:1"), ignore)
 
 
 def test_a_port_in_use_is_found_before_the_network_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
-    monkeypatch.setattr(deployed_server, "prepare_process", lambda: None)  # takes long, and is not needed
+    monkeypatch.setattr(deployed_server, "prepare_process", lambda _: None)  # takes long, and is not needed
     monkeypatch.setattr(deployed_server, "job_without_devices", pytest.fail)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -245,3 +246,14 @@ def test_a_device_ends_with_2_where_its_own_options_or_configuration_are_wrong(
     with pytest.raises(SystemExit) as ended:
         main(["device", "--server", "127.0.0.1:1", "--name", "pi-1", *options])
     assert ended.value.code == code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [{}, {"factory": "mine:optimizer"}])
+def test_a_process_of_a_deployment_is_prepared_for_every_optimiser(
+    optimizer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    prepare_process(config_from({"optimizer": optimizer}))
+    assert threads == [1]

@@ -147,7 +147,7 @@ def test_a_declared_form_is_only_for_a_factory_and_takes_the_place_of_a_shape(da
 def test_a_device_whose_data_is_not_as_declared_does_not_connect(
     inputs: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployed_device, "prepare_process", lambda: None)
+    monkeypatch.setattr(deployed_device, "prepare_process", lambda _: None)
     monkeypatch.setattr(deployed_device, "connect", pytest.fail)
     with pytest.raises(DataError, match=re.escape(says)):
         deployed_device.take_part(

@@ -8,6 +8,8 @@ import signal
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
+import torch
+
 from pipar.nn.runtime import keep_freed_memory
 from pipar.settings.config import Config, DeviceSection, DeviceSpec, device_specs
 from pipar.settings.links import Link
@@ -59,7 +61,7 @@ def prepare_process(config: Config) -> None:
     """Set torch up for this process: one thread, freed memory kept, slow imports done."""
     if config.optimizer.kind == OWN:
         # It is imported when such an optimiser is made, for more than a second: better now than during training.
-        import torch._dynamo
+        from torch import _dynamo  # noqa: F401
     torch.set_num_threads(1)
     keep_freed_memory()
 
