@@ -206,7 +206,7 @@ def test_a_server_needs_no_number_of_classes_where_the_loss_has_none(
     own_number.checked_model()
     with pytest.raises(ConfigError, match=r"cannot count the labels: also give data\.classes\."):
         server_workload(config_from({"data": data}))
-    with pytest.raises(ConfigError, match=r"let it return a set for the name 'validation', or give data\.shape .* or"):
+    with pytest.raises(ConfigError, match=r"return a validation set, or give data\.shape .* or"):
         server_of(tmp_path, monkeypatch, {"data": {"factory": "remote_sets:nothing"}, "task": task})
 
 

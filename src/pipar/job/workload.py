@@ -34,6 +34,7 @@ from pipar.networks.models import (
     example_output,
 )
 from pipar.nn.optimizers import OptimizerSettings, ParameterGroup
+from pipar.nn.runtime import one_thread
 from pipar.nn.start_weights import load_weights
 from pipar.profiling.memory import Memory
 from pipar.settings.config import Config, device_specs, refuse_cut_points
@@ -165,6 +166,7 @@ class Workload:
             return None
         return loss.classes_of(example_output(self.network(), self.samples.form))
 
+    @one_thread()  # with two, a step of the checks takes several times as long on a busy machine
     def build_model(self) -> nn.Sequential:
         """Return the network with its first weights, which depend only on the seed; it can be cut after each layer."""
         if self._line is not None:
@@ -223,6 +225,7 @@ class Workload:
             load_weights(model, self.config.model.weights)
         return model
 
+    @one_thread()
     def checked_model(self, *, initial: bool = True) -> nn.Sequential:
         """Return the network after running a batch through it, so that sizes that do not fit raise before training.
 
@@ -236,6 +239,7 @@ class Workload:
         check_stays_frozen(model, in_dtype(drawn_like(self.samples.form.example(2, self.dtype), 2, seed=0), self.dtype))
         return model
 
+    @one_thread()
     def steady_layers(self, model: nn.Sequential) -> int:
         """Return how many first layers give the same activations in every epoch; 0 if the samples themselves differ."""
         if self.config.data.augment or self.config.privacy.pixel_scale:

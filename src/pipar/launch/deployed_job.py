@@ -50,9 +50,9 @@ def server_workload(config: Config) -> Workload:
         validation = factory_images(config.data.factory, "validation", config.task)
         if validation is None:
             raise ConfigError(
-                f"data.factory = {config.data.factory!r} is called with the names of devices on these only, so the "
-                "server cannot see what a sample is: let it return a set for the name 'validation', or give data.shape "
-                "for one tensor of floating-point numbers, or data.inputs for integers, tuples and dictionaries."
+                f"data.factory = {config.data.factory!r} returns None for 'validation', and the server calls it for no "
+                "device, so it does not know what a sample is: return a validation set, or give data.shape for one "
+                "tensor of floating-point numbers, or data.inputs for integers, tuples and dictionaries."
             )
         form = validation.form
     own = UserObjects(form=form, validation=validation, knows_no_data=True, takes_classes_of_network=True)
