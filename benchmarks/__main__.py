@@ -38,6 +38,7 @@ from benchmarks import (
     selection,
     shaping,
     soak,
+    startup,
     timeouts,
 )
 
@@ -74,6 +75,7 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "any_network": any_network.measure,
     "examples": examples.measure,
     "deployment": deployment.measure,
+    "startup": startup.measure,
 }
 #: These take long, or need packages that are not installed: run only if named.
 ON_REQUEST = (

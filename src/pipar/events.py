@@ -107,7 +107,7 @@ class Pictured:
 class Starting:
     """A command has started; importing, reading and measuring take some seconds first."""
 
-    program: str  # "server", "device", "run" or "compare"
+    program: str  # "server", "device", "run", "compare", "plan" or "profile"
     what: str  # the model, the data and the devices
     where: str = ""  # the address that the server listens on or the device connects to
 

@@ -152,6 +152,7 @@ def test_the_help_has_the_summary_of_each_command(name: str) -> None:
 @pytest.mark.slow
 def test_the_first_line_comes_before_anything_slow() -> None:
     commands = ["run --virtual", "compare --methods fl,pipar", "server --listen 127.0.0.1:0", "run --json"]
+    commands += ["plan", "profile"]
     commands += ["device --server 127.0.0.1:9 --name device-1", "server --log-format json --listen 127.0.0.1:50051"]
     script = f"""
 import sys
@@ -167,11 +168,14 @@ for command in {commands}:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
-    run, compare, server, silent, device, logged = (lines.split("\n") for lines in done.stderr.split("-\n")[1:])
+    lines = [each.split("\n") for each in done.stderr.split("-\n")[1:]]
+    run, compare, server, silent, plan, profile, device, logged = lines
     assert run[0] == "pipar run: preparing vgg5 on digits with pipar"
     assert compare[0] == "pipar compare: preparing vgg5 on digits with fl, pipar"
     assert server[0][10:] == "pipar server: preparing vgg5 on digits; will listen on any free port of 127.0.0.1"
     assert "torch" in silent[0]  # a JSON document is the only output
+    assert plan[0] == "pipar plan: preparing vgg5 on digits with pipar"
+    assert profile[0] == "pipar profile: preparing vgg5 on digits"
     assert device[0][10:] == "pipar device: preparing vgg5 on digits as device-1; server 127.0.0.1:9"
     said = json.loads(logged[0])
     assert (said["event"], said["program"], said["where"]) == ("Starting", "server", "127.0.0.1:50051")

@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 from support.waiting import PATIENCE_S
 
+import pipar
+from pipar.events import LOADING, Event, Preparing
+
 _TINY = {
     "run": {"epochs": 1, "batch_size": 10},
     "devices": [{"count": 2, "profile": "raspberry-pi-5"}],
     "server": {"profile": "i7-11850h"},
     "data": {"samples_per_device": 20, "validation": 10, "test": 10},
 }
+_MEASURING = ("Measuring the layers", "Measuring loading, messages and crowded cores")
 
 
 def printed(script: str) -> str:
@@ -41,6 +45,30 @@ def test_what_child_processes_have_in_advance_is_neither_the_compiler_nor_grpc()
         script + f"print([name in sys.modules for name in {wanted}], gc.isenabled(), gc.get_freeze_count() > 0)"
     )
     assert found == "[True, True, False, False] True True"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("measured_at_once")
+def test_a_training_tells_its_steps_in_order_and_measures_a_network_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPAR_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    measured = {key: value for key, value in _TINY.items() if key not in ("devices", "server")}
+
+    def steps() -> list[str]:
+        told: list[str] = []
+
+        def observe(event: Event) -> None:
+            step = event.what if isinstance(event, Preparing) else type(event).__name__
+            if step not in told:
+                told.append(step)
+
+        pipar.run(measured, world="virtual", settings=["devices.count=2"], observe=observe)
+        return [step for step in told if step in (*_MEASURING, LOADING, "Planning", "Started", "Joined", "EpochResult")]
+
+    assert steps() == [LOADING, *_MEASURING, "Planning", "Started", "Joined", "EpochResult"]
+    assert steps() == [LOADING, "Planning", "Started", "Joined", "EpochResult"]
 
 
 @pytest.mark.slow

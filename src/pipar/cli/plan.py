@@ -22,7 +22,8 @@ from pipar.cli.options import (
     shortcut,
     watched,
 )
-from pipar.launch.rehearsal import rehearse
+from pipar.events import Starting
+from pipar.settings.wording import training_text
 
 
 @click.command(
@@ -60,10 +61,12 @@ def plan(config: Path | None, exhaustive: bool, profile: Path | None, settings: 
     Nothing is trained. CONFIG is a TOML file, as for pipar run, which trains with the same plans.
     """
     loaded = load(config, settings)
-    from pipar.job.explain import explain
-    from pipar.job.prepare import job_to_plan, with_profile
-
     with watched(quiet=as_json) as display:
+        display.observe(Starting("plan", f"{training_text(loaded)} with {loaded.run.method}"))
+        from pipar.job.explain import explain
+        from pipar.job.prepare import job_to_plan, with_profile
+        from pipar.launch.rehearsal import rehearse
+
         job = job_to_plan(loaded if profile is None else with_profile(loaded, str(profile)), display.observe)
         explained = explain(job, rehearse, exhaustive=exhaustive, observe=display.observe)
     if as_json:

@@ -11,7 +11,8 @@ import click
 from pipar.cli.command_group import example
 from pipar.cli.options import CONFIG, JSON, NETWORK, SET, load, options, save, watched
 from pipar.errors import InputError
-from pipar.events import LOADING, Preparing
+from pipar.events import LOADING, Preparing, Starting
+from pipar.settings.wording import training_text
 from pipar.units import parse_size
 
 _BUDGET_S = 10.0
@@ -33,7 +34,7 @@ _BUDGET_S = 10.0
         show_default=True,
         metavar="SECONDS",
         help="Time for passes over the layers, at least three per batch size unless they take twice as long. Loading "
-        "and other measurements add about ten seconds.",
+        "and other measurements add about seven seconds.",
     ),
     click.option(
         "--memory",
@@ -56,6 +57,7 @@ def profile(
         raise InputError(f"Cannot write {output}: there is no folder {output.parent}.")
     started = time.monotonic()
     with watched(quiet=as_json) as display:
+        display.observe(Starting("profile", training_text(loaded)))
         display.observe(Preparing(LOADING, 0.0))
         from pipar.job.profiles import measured_profile
         from pipar.job.workload import Workload

@@ -79,7 +79,7 @@ class NetworkProfiles:
         return self._made[given]
 
     def check_given(self, profiles: Iterable[str | None]) -> None:
-        """Raise for wrong files and names, before this machine is measured, which takes up to half a minute."""
+        """Raise for wrong files and names, before this machine is measured, which takes seconds."""
         for given in profiles:
             if given is not None:
                 self.of(given)
@@ -213,7 +213,7 @@ def measured_profile(
     observe: Observer = ignore,
     *,
     fresh: bool = False,
-    budget_s: float = 4.0,
+    budget_s: float = 2.0,
     memory_bytes: int | None = None,
 ) -> Profile:
     """Return this machine's profile of the network: from the cache of an earlier run, or measured now.

@@ -36,17 +36,19 @@ def measure_passes(
     takes twice the budget.
     """
     warm_up: list[list[Pass]] = [[] for _ in batches]
-    _one_round(model, batches, warm_up, with_loss=with_loss)
+    _one_round(model, batches, warm_up, with_loss=with_loss, rests=False)
     if budget.spent() >= 2.0:
         return warm_up
     passes: list[list[Pass]] = [[] for _ in batches]
     while budget.wants_another(len(passes[-1])):
-        _one_round(model, batches, passes, with_loss=with_loss)
+        _one_round(model, batches, passes, with_loss=with_loss, rests=True)
         progress(min(0.9, 0.9 * budget.spent()))
     return passes
 
 
-def _one_round(model: nn.Sequential, batches: Sequence[Batch], passes: list[list[Pass]], *, with_loss: bool) -> None:
+def _one_round(
+    model: nn.Sequential, batches: Sequence[Batch], passes: list[list[Pass]], *, with_loss: bool, rests: bool
+) -> None:
     largest = len(batches[-1])
     for batch, done in zip(batches, passes, strict=True):
         # A full batch is the first of its iteration and allocates gradients; a micro-batch mostly adds to them.
@@ -54,7 +56,8 @@ def _one_round(model: nn.Sequential, batches: Sequence[Batch], passes: list[list
             model.zero_grad(set_to_none=True)
         # Small batches cost little and scatter most: two passes at B/16, four at B/32.
         for _ in range(max(1, min(4, largest // (8 * len(batch))))):
-            rest()
+            if rests:
+                rest()
             done.append(training_pass(model, batch, with_loss=with_loss))
 
 

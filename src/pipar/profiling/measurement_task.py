@@ -40,7 +40,7 @@ class Measurement:
     dtype: torch.dtype = torch.float32
     load: Callable[[int], object] | None = None  # loads this many samples, in another thread
     progress: Progress = _ignore
-    budget_s: float = 4.0
+    budget_s: float = 2.0
     memory_bytes: int | None = None
     rectified: Collection[int] | None = None  # split points after a ReLU, if known: finding them takes more forwards
     optimizer: OptimizerSettings = sgd(learning_rate=0.0)  # noqa: RUF009 - frozen

@@ -98,7 +98,7 @@ def _backward_at_cut_s(model: nn.Sequential, task: Measurement, *, with_loss: bo
     for _ in range(_CUT_REPETITIONS):
         in_one_piece.append(training_pass(model, batch, with_loss=with_loss).backward_s[0])
         ends = with_gradient(call(first, batch.inputs))
-        rest()
+        rest(0.5)
         start = time.thread_time()
         torch.autograd.backward(ends, gradients)
         alone.append(time.thread_time() - start)
