@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from pipar.errors import ConfigError, InputError, ProtocolError
+from pipar.nn.eager_optimizers import eager
 from pipar.nn.optimizers import OptimizerSettings, PartOptimizer, moved_state, saved_state, sgd
+from pipar.settings.optimizers import OPTIMIZERS
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -36,6 +38,18 @@ class ClippingByOneNorm(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         torch.nn.utils.clip_grad_norm_([weight for group in self.param_groups for weight in group["params"]], 1e3)
         super().step(closure)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_optimizer_with_a_name_couples_parameters(name: str) -> None:
+    """So that only a user's own is tried out for that."""
+    kind = getattr(torch.optim, OPTIMIZERS[name].class_name)
+
+    def make(named: Named) -> torch.optim.Optimizer:
+        return eager(kind)([one for _, one in named], lr=0.01, **OPTIMIZERS[name].arguments)
+
+    matrices = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False))
+    OptimizerSettings(factory=make).check(matrices)
 
 
 class Counting(torch.optim.SGD):

@@ -11,6 +11,9 @@ import gc
 from pipar.launch.uncollected import uncollected
 
 with uncollected():
+    # The first backward from a given gradient imports it, with sympy: a third of a second on every device.
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
     import pipar.job.model_setup
     import pipar.job.workload
     import pipar.launch.assemble
