@@ -59,6 +59,9 @@ def _as_given(group: DeviceSection) -> DeviceSection:
 
 def prepare_process(config: Config) -> None:
     """Set torch up for this process: one thread, freed memory kept, slow imports done."""
+    # The first backward from a given gradient imports it, with sympy: better now than during training.
+    from torch.fx.experimental import symbolic_shapes  # noqa: F401
+
     if config.optimizer.kind == OWN:
         # It is imported when such an optimiser is made, for more than a second: better now than during training.
         from torch import _dynamo  # noqa: F401
