@@ -162,18 +162,16 @@ def large_fleet(*counts: int, cores: int = 8) -> Fleet:
     return Fleet(METHODS["pipar"], tuple(members), Costs(PROFILE, 3.0), cores, 12)
 
 
-def test_a_sample_has_every_kind_in_proportion_and_as_much_of_the_server_for_each_device() -> None:
+def test_a_sample_has_every_kind_in_proportion_and_stands_for_all_devices_and_cores() -> None:
     fleet = large_fleet(600, 300, 1)
     sample = fleet.sampled()
     assert [len(kind) for kind in sample.device_kinds()] == [85, 43, 1]
     assert [kind[0].kind for kind in sample.device_kinds()] == [kind[0].kind for kind in fleet.device_kinds()]
     assert [m.name for m in sample.members] == sorted(m.name for m in sample.members)
-
-    def power(of: Fleet) -> float:
-        return of.cores * of.server.speed / len(of.members)
-
-    assert sample.cores >= 1
-    assert power(sample) == pytest.approx(power(fleet))
+    counted = [sum(member.stands_for for member in kind) for kind in sample.device_kinds()]
+    assert counted == pytest.approx([600, 300, 1])
+    assert sample.cores == 1
+    assert sample.all_cores == fleet.cores
 
 
 def test_a_fleet_that_is_not_large_is_its_own_sample() -> None:

@@ -78,3 +78,25 @@ def test_a_change_is_told_with_its_plans_and_its_gain() -> None:
     many = {f"pi-{number}": Plan(1, number) for number in range(1, 5)}
     text = change_text(many, NewPlans(dict.fromkeys(many, Plan(2, 2)), 0.2))
     assert text == "P=1 N=1 -> P=2 N=2, P=1 N=2 -> P=2 N=2, 2 other changes, 20 % less predicted"
+
+
+def test_the_first_epoch_after_a_change_counts_only_until_there_is_a_second() -> None:
+    real = MeasuredEpochs(scatter=0.02, layers=Q, first_epochs=0.9)
+    for plans, seconds in ((WHOLE, 1.3), (WHOLE, 1.0), (WHOLE, 1.0), (SPLIT, 1.2)):
+        real = real.with_epoch(plans, seconds)
+    assert real.measured_s(WHOLE) == 1.0
+    assert real.scatter < 0.02
+    assert real.measured_s(SPLIT) == pytest.approx(1.08)
+    assert real.better_than(SPLIT) is None
+    assert real.with_epoch(SPLIT, 0.9).measured_s(SPLIT) == 0.9
+    again = real.with_epoch(SPLIT, 1.2)
+    assert again.measured_s(SPLIT) == 1.2
+    assert again.better_than(SPLIT) == WHOLE
+    assert again.with_epoch(WHOLE, 9.0).with_epoch(WHOLE, 1.0).seconds_of(WHOLE) == 1.0
+
+
+def test_a_first_epoch_that_takes_far_longer_than_other_plans_counts_at_once() -> None:
+    real = MeasuredEpochs(scatter=0.02, layers=Q, first_epochs=0.9)
+    for plans, seconds in ((WHOLE, 1.0), (WHOLE, 1.0), (SPLIT, 2.0)):
+        real = real.with_epoch(plans, seconds)
+    assert real.better_than(SPLIT) == WHOLE

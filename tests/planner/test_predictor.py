@@ -434,3 +434,43 @@ def test_devices_that_are_slowed_down_by_others_on_their_machine_are_not_taken_f
     predictor = Predictor(here, plans(here, Plan(4, 1)))
     predictor.learn(1, devices, server)
     assert predictor.reason() == ""
+
+
+def test_epochs_are_forgotten_only_if_changed_links_would_change_them() -> None:
+    here = fleet(2)
+    whole, split = plans(here, Plan(4, 1)), plans(here, Plan(1, 4))
+    predictor = Predictor(here, whole, scatter=0.02)
+
+    def known(*rates: tuple[float, float]) -> list[bool]:
+        for epoch, (up, down) in enumerate(rates, start=3):
+            predictor.measure_links(epoch, {member.name: measured(up, down) for member in here.members})
+        return [predictor._measured.measured_s(each) is not None for each in (whole, split)]
+
+    for epoch, each in ((1, whole), (2, split)):
+        predictor.replan(epoch, each)
+        predictor.learn_seconds(epoch, 1.0, whole.keys())
+    assert known((10e6, 20e6)) == [True, True]
+    assert known((14e6, 28e6)) == [True, False]
+
+
+def test_links_that_drift_slowly_are_noticed_by_all_of_their_drift() -> None:
+    here = fleet(2)
+    predictor = Predictor(here, plans(here, Plan(1, 4)), scatter=0.02)
+    predictor.learn_seconds(1, 1.0, plans(here).keys())
+    rate = 10e6
+    for epoch in range(2, 9):
+        rate *= 0.9  # never by more than a fifth at a time
+        predictor.measure_links(epoch, {member.name: measured(rate, 20e6) for member in here.members})
+    assert predictor._measured.measured_s(plans(here, Plan(1, 4))) is None
+
+
+def test_a_server_without_layers_is_as_slow_as_the_devices_on_its_machine() -> None:
+    here = fleet(2)
+    members = tuple(replace(member, host_share=1.0, costs=here.server) for member in here.members)
+    shared = replace(here, members=members, host=SharedHost(2))
+    for where, factor in ((shared, 2.0), (replace(shared, host=None), 1.0)):
+        predictor, whole = Predictor(where, plans(where, Plan(4, 1))), plans(where, Plan(4, 1))
+        devices_s, server_s = compute_seconds(where, whole)
+        predictor.learn(1, {name: 2 * seconds for name, seconds in devices_s.items()}, server_s)
+        slower = predictor.now().server.all_layers_s(50) / where.server.all_layers_s(50)
+        assert slower == pytest.approx(factor, rel=0.1)

@@ -41,6 +41,8 @@ class World:
     truth: Fleet
     split_s: float = 1.0  # how many times as long as simulated an epoch takes if the network is split
     jitter: float = 0.02  # the standard deviation of epochs
+    link_jitter: float = 0.02  # and of measured rates
+    first_s: float = 1.0  # how many times as long the first epoch takes after each change of plans
     changes: Mapping[int, Callable[[Fleet], Fleet]] = field(default_factory=dict)  # of the truth, from an epoch on
 
     def at(self, epoch: int) -> Fleet:
@@ -81,6 +83,7 @@ async def _train(world: World, epochs: int, seed: int) -> Outcome:
     replanner = Replanner(links, ReplanBySearch(predictor, search_inline), learned=predictor.reason)
     ratios, reasons = [], []
     took: tuple[dict[str, float], float, float] | None = None  # the last epoch: devices, server, all of it
+    is_first = True
     best = cache(lambda epoch: min(world.mean_s(fixed(world.at(epoch), plan), epoch) for plan in GRID))
     for epoch in range(1, epochs + 1):
         mean_s = world.mean_s(plans, epoch)
@@ -92,17 +95,18 @@ async def _train(world: World, epochs: int, seed: int) -> Outcome:
         scatter = [draw.gauss(1.0, world.jitter) for _ in (*names, "server", "epoch")]
         devices_s, server_s = compute_seconds(now, plans)
         busy = {name: s * off for (name, s), off in zip(devices_s.items(), scatter, strict=False)}
-        took = busy, server_s * scatter[-2], mean_s * max(0.8, scatter[-1])
+        first_s, is_first = world.first_s if is_first else 1.0, False
+        took = busy, server_s * scatter[-2], mean_s * first_s * max(0.8, scatter[-1])
         seen = {
             member.name: measured((member.link.up_bps or 3e9) * off, (member.link.down_bps or 3e9) * off)
-            for member, off in zip(now.members, scatter, strict=False)
+            for member, off in ((one, max(0.5, draw.gauss(1.0, world.link_jitter))) for one in now.members)
         }
         predictor.measure_links(epoch, seen)
         replanner.observe_round(seen)
         await asyncio.sleep(1.0)
         found = replanner.take()
         if found is not None and dict(found) != dict(plans):
-            plans = dict(found)
+            plans, is_first = dict(found), True
             predictor.replan(epoch + 1, plans)
             reasons.append(f"epoch {epoch + 1}: {replanner.why}")
     replanner.close()
@@ -135,6 +139,7 @@ def _off(name: str) -> Callable[[], float]:
 
 FLEET = fleet(2)
 HERE = hosted(FLEET)
+REAL = replace(FLEET, real_links=True)
 WORLDS = {
     "shared cores, unlimited": World(linked(HERE, None, None), linked(HERE, None, None)),
     "shared cores, 50/50": World(linked(HERE, 50, 50), linked(HERE, 50, 50)),
@@ -151,6 +156,11 @@ WORLDS = {
     "devices are twice as fast": World(FLEET, FLEET.slower(devices=0.5)),
     "the server is busy": World(FLEET, FLEET.slower(server=3.0)),
     "epochs scatter by 8 %": World(FLEET, FLEET.slower(devices=1.2), jitter=0.08),
+    "the machine that server and devices share is busy": World(
+        linked(HERE, None, None), linked(HERE, None, None).slower(devices=2.5, server=2.5)
+    ),
+    "first epochs take longer": World(REAL, REAL.slower(devices=1.2), first_s=1.3),
+    "rates are measured badly": World(REAL, REAL, link_jitter=0.15),
     "each layer is off by up to 15 %": World(FLEET, FLEET.varied(_off)),
 }
 #: Where the first plan cannot be right.

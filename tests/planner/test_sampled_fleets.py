@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.sampled_fleets import FAMILIES, MOST_OFF, drawn_fleet, off
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
@@ -46,9 +47,31 @@ def test_a_sample_takes_as_long_as_the_whole_fleet(devices: int, cores: int, con
         assert epoch_s(sample, plan) == pytest.approx(epoch_s(whole, plan), rel=0.02), (plan, links)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_sample_takes_as_long_as_the_whole_fleet_whatever_the_sizes_of_its_kinds(name: str) -> None:
+    for seed in range(16):
+        assert abs(off(*drawn_fleet(FAMILIES[name], seed))) <= MOST_OFF, seed
+
+
+def test_a_sample_counts_a_rare_kind_with_much_work_for_the_server_as_rarely_as_it_is() -> None:
+    rare = [Member(f"a{n:03}", Costs(ALONE, 1.0), WIFI, 100) for n in range(100)]  # each of a kind of its own
+    usual = Costs(ALONE, 1.0)
+    whole = Fleet(
+        METHODS["pipar"],
+        (*rare, *(Member(f"b{n:04}", usual, WIFI, 100) for n in range(1100))),
+        *(Costs(ALONE), 4, 50),
+    )
+    plans = {member.name: Plan(1, 4) if member.name < "b" else Plan(3, 1) for member in whole.members}
+    assert len(whole.sampled().members) < 250
+    whole_s = simulate(whole, plans).epoch_s
+    assert simulate(whole.sampled(), plans).epoch_s == pytest.approx(whole_s, rel=0.02)
+
+
 def test_a_sample_of_a_sample_stands_for_the_cores_of_the_whole() -> None:
     sample = fleet(1024, 64, 1.5, (WIFI,)).sampled().sampled(16)
-    assert sample.cores * sample.cores_each == 64
+    assert sample.all_cores == 64
+    assert sample.devices == pytest.approx(1024)
 
 
 def test_no_core_speeds_up_in_a_sample_that_has_more_devices_than_a_round() -> None:

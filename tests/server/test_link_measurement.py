@@ -94,6 +94,13 @@ def test_a_device_that_does_not_answer_delays_the_training_by_seconds_at_most() 
     assert passed_s == pytest.approx(3.0)
 
 
+def test_a_link_that_is_too_slow_to_be_measured_is_not_taken_for_an_unlimited_one() -> None:
+    link, passed_s = measured(Link(up_bps=50e3, down_bps=10e6))
+    assert link is not None
+    assert (link.up_bps, link.down_bps) == (pytest.approx(171e3, rel=0.01), pytest.approx(10e6, rel=0.02))
+    assert passed_s == pytest.approx(3.0)
+
+
 def test_a_device_that_answers_with_nonsense_is_not_measured() -> None:
     def nonsense(device: Channel, message: Message) -> None:
         if message.micro_batch == message.samples:

@@ -27,6 +27,15 @@ def test_trains_grow_until_one_takes_long_enough() -> None:
     assert length.rate_bps == pytest.approx(10e6)
 
 
+def test_a_train_that_is_no_longer_than_the_start_of_a_connection_does_not_count_on_a_link_with_high_latency() -> None:
+    length = TrainLength(round_trip_s=0.1)
+    length.take([0.0, 0.1, 0.1, 0.2])  # the sender has waited for acknowledgements
+    assert not length.is_done
+    length.take([number * 10 * EACH_S for number in range(8)])
+    assert length.is_done
+    assert length.rate_bps == pytest.approx(1e6)
+
+
 def test_trains_do_not_grow_for_ever() -> None:
     length, sent = TrainLength(), 0
     while not length.is_done:

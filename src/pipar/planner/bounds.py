@@ -7,7 +7,7 @@ without these bounds, and takes longer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -94,7 +94,9 @@ class LowerBound:
 
     def __init__(self, fleet: Fleet) -> None:
         full = [fleet.full_batches(kind) for kind in fleet.device_kinds()]
-        self._most, self._all = [max(each) for each in full], [sum(each) for each in full]
+        self._most = [max(each) for each in full]
+        shares = [[fleet.core_share(member) for member in kind] for kind in fleet.device_kinds()]
+        self._all = [sum(n * share for n, share in zip(*of, strict=True)) for of in zip(full, shares, strict=True)]
         self._cores = fleet.cores
         self._exchange = ExchangeBound(fleet)
 
@@ -169,7 +171,7 @@ class Cutoff:
         self._of = {name: kind for kind in self._kinds for name in kind.left_s}
         self._split = [kind for kind, cut in zip(self._kinds, self._cuts, strict=True) if cut < fleet.layers]
         self._server_s = _server_s(fleet, times)
-        self._served_s = sum(batch.served_s for batches in times.values() for batch in batches) / fleet.cores
+        self._served_s = _on_cores_s(fleet, times, lambda batch: batch.served_s)
 
     def rules_out(self) -> bool:
         """Return whether the epoch is too long by its busiest lane, before anything is simulated."""
@@ -238,8 +240,13 @@ def _left_s(batches: Sequence[BatchTimes]) -> list[float]:
 
 def _server_s(fleet: Fleet, times: Times) -> float:
     """Return how long each core works in the whole epoch without contention; as in `Timing.steady_epoch_s`."""
-    worked = sum(batch.served_s + batch.server_step for batches in times.values() for batch in batches)
+    worked = _on_cores_s(fleet, times, lambda batch: batch.served_s + batch.server_step)
     simulated = {(member.samples, len(times[member.name])) for member in fleet.members}
     samples = {each: sum(fleet.batches(*each)) for each in simulated}
-    here = sum(samples[member.samples, len(times[member.name])] for member in fleet.members)
-    return worked / fleet.cores * fleet.served(fleet.members) / here
+    here = sum(samples[member.samples, len(times[member.name])] * member.stands_for for member in fleet.members)
+    return worked * fleet.served(fleet.members) / here
+
+
+def _on_cores_s(fleet: Fleet, times: Times, seconds: Callable[[BatchTimes], float]) -> float:
+    """Return how long each core works on some part of the simulated batches."""
+    return sum(fleet.core_share(m) * sum(map(seconds, times[m.name])) for m in fleet.members) / fleet.cores

@@ -35,6 +35,8 @@ _MEAN_OF = 3
 _REMEMBERED = 6
 #: Work is of the same kind if every share of it is the same in per cent.
 _DIGITS = 2
+#: Of work in which all else than layers has a larger share, the time shows nothing about layers.
+_MOSTLY = 0.5
 #: The logarithm of a sum is not linear, so the estimate is found iteratively, in this many steps.
 _STEPS = 3
 
@@ -74,6 +76,11 @@ class MachineHistory:
     def factors(self, count: int) -> Sequence[float]:
         """Return the expected factors of all other work, and of each layer, relative to the profile."""
         return self._factors if self.seen else (1.0,) * count
+
+    @property
+    def has_computed_layers(self) -> bool:
+        """Whether epochs have shown anything about the layers of the network."""
+        return any(seen.shares[0] < _MOSTLY for seen in self.seen.values())
 
     @property
     def last(self) -> Observation:
@@ -173,7 +180,19 @@ def calibrated(fleet: Fleet, fit: Calibration) -> Fleet:
             link = _median_link([fit.links.get(member.name, member.link) for member in alike])
             members.update({member.name: replace(member, costs=costs, link=link) for member in alike})
     in_order = tuple(members[member.name] for member in fleet.members)
-    return replace(fleet, members=in_order, server=_costs(fleet.server, fit.server, fleet.layers))
+    return replace(fleet, members=in_order, server=_costs(fleet.server, _server(fleet, fit), fleet.layers))
+
+
+def _server(fleet: Fleet, fit: Calibration) -> MachineHistory:
+    """Return what is known of the server; if it has computed no layers, what devices show that use its cores.
+
+    Otherwise a machine that is busy or slow would seem so for layers on the devices only, and moving layers to the
+    server would seem to make them faster. An emulated slow device shows nothing: it waits less if work takes longer.
+    """
+    if fleet.host is None or fit.server.has_computed_layers:
+        return fit.server
+    here = [fit.of(member.name) for member in fleet.members if member.host_share == 1.0]
+    return pooled(seen) if (seen := [machine for machine in here if machine.has_computed_layers]) else fit.server
 
 
 def _costs(profiled: Costs, machine: MachineHistory, layers: int) -> Costs:

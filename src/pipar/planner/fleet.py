@@ -55,6 +55,7 @@ class Member:
     window: int | Auto = "auto"
     encoding: str = "auto"
     host_share: float = 0.0
+    stands_for: float = 1.0  # devices of its kind: more than one in a sample of a larger fleet
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -79,7 +80,6 @@ class Fleet:
     tried_split_points: Mapping[str, frozenset[int]] = field(
         default_factory=dict
     )  # that each device has had in this training
-    averaged: float = 1.0  # models to average for each device: more than one in a sample of a larger fleet
     cores_each: float = 1.0  # cores that each one stands for: more than one in a sample of a larger fleet
     leaky_cuts: frozenset[int] = frozenset()  # split points that are not allowed because they reveal too much
     protects: bool = False  # devices clip their updates and add noise before they send them
@@ -99,7 +99,21 @@ class Fleet:
     def averaged_bytes(self) -> int:
         """The bytes that one core reads to average the models of all devices."""
         whole = self.server.profile.changing_bytes(1, self.layers)
-        return round(whole * len(self.members) * self.averaged)
+        return round(whole * self.devices)
+
+    @property
+    def devices(self) -> float:
+        """How many devices take part, of which a sample has some."""
+        return sum(member.stands_for for member in self.members)
+
+    @property
+    def all_cores(self) -> float:
+        """How many cores the server has, of which a sample has some."""
+        return self.cores * self.cores_each
+
+    def core_share(self, member: Member) -> float:
+        """Return for how much of a job a core is taken that serves a device: in a sample both stand for several."""
+        return member.stands_for / self.cores_each
 
     @property
     def is_real(self) -> bool:
@@ -138,7 +152,7 @@ class Fleet:
         if is_whole or not is_measured:
             return 0.0
         saved_bits = 8 * (1 - server.profile.changes_share)
-        turns = max(1.0, len(self.members) / self.cores)
+        turns = max(1.0, self.devices / self.all_cores)
         up = device.changes_s_per_byte("pack") + turns * server.changes_s_per_byte("install")
         down = server.changes_s_per_byte("pack") + device.changes_s_per_byte("install")
         return min(LIMITLESS_BPS, saved_bits / max(up, down, 1e-12))
@@ -154,9 +168,9 @@ class Fleet:
         rates = [rate for link in (member.link, *member.link.cycle) for rate in (link.up_bps, link.down_bps)]
         return any(self.sends_changes(member, rate) for rate in ([0.0] if self.real_links else rates))
 
-    def served(self, members: Iterable[Member]) -> int:
+    def served(self, members: Iterable[Member]) -> float:
         """Return how many samples of these devices an epoch has; a sample counts in each pass."""
-        return self.local_epochs * sum(member.samples for member in members)
+        return self.local_epochs * sum(member.samples * member.stands_for for member in members)
 
     def repeats(self, members: Iterable[Member], simulated: int) -> float:
         """Return how many iterations follow the simulated ones, on the device with the most data.
@@ -228,24 +242,23 @@ class Fleet:
         return replace(self, members=members, per_round=None)
 
     def sampled(self, most: int = _SAMPLE) -> Fleet:
-        """Return a sample of about `most` devices: each kind in proportion, the same share of a core per device."""
+        """Return a sample of about `most` devices, which stand for all devices of their kinds, and its share of cores.
+
+        Every kind is in it, in proportion as far as possible: its devices count on the server for as many as there are.
+        """
         # Of a fleet whose devices are drawn, a round has only some: they share the cores with these, not with all.
         everyone = len(self.members)
         count = everyone if self.per_round is None else min(everyone, self.per_round)
         if everyone <= min(most, count):
             return self
-        wanted = min(most, count)
-        members = [m for kind in self.device_kinds() for m in kind[: max(1, round(len(kind) * wanted / everyone))]]
-        share = self.cores * len(members) / count
-        cores = max(1, round(share))
+        members: list[Member] = []
+        for kind in self.device_kinds():
+            some = kind[: max(1, round(len(kind) * min(most, count) / everyone))]
+            each = len(kind) / len(some) * count / everyone
+            members += [replace(member, stands_for=member.stands_for * each) for member in some]
+        cores = max(1, round(self.cores * len(members) / count))
         in_order = tuple(sorted(members, key=lambda member: member.name))
-        # The work of all cores is in proportion; the average of all models is made by one core.
-        averaged = self.averaged * self.cores / cores
-        slower = self.server.slower(cores / share)
-        stands_for = self.cores_each * self.cores / cores
-        host = None if self.host is None else replace(self.host, cores=self.host.cores * len(members) / count)
-        sample = replace(self, members=in_order, server=slower, cores=cores, averaged=averaged, host=host)
-        return replace(sample, cores_each=stands_for, per_round=None)
+        return replace(self, members=in_order, cores=cores, cores_each=self.all_cores / cores, per_round=None)
 
     def device_kinds(self) -> list[tuple[Member, ...]]:
         """Return the members by kind, each kind in name order, in the order of their first members.

@@ -2,9 +2,10 @@
 
 A prediction compares plans well that are alike, and badly plans that are not: what is missing in the simulation (other
 programs, the interpreter, a radio) weighs more on a network that is split. So a plan that was measured counts by its
-time, and one that was not by its predicted time, corrected by how far predictions of such plans were off. Epochs
-scatter: a change has to gain more than that, and each change since the situation last changed doubles what the next
-one has to gain, so that plans soon stay.
+time, and one that was not by its predicted time, corrected by how far predictions of such plans were off. The first
+epoch of plans takes longer between real processes: layers move, and memory is allocated. So a second one replaces it.
+Epochs scatter: a change has to gain more than that, and each change since the situation last changed doubles what the
+next one has to gain, so that plans soon stay.
 """
 
 from __future__ import annotations
@@ -48,15 +49,24 @@ class MeasuredEpochs:
     differences: float = _ASSUMED_EPOCHS  # how many the scatter was estimated from
     layers: int = 0  # of the network: a device with all of them has no pipeline
     split: float = 1.0  # how many times as long as predicted an epoch of a split network takes, as far as not measured
+    first_epochs: float = 1.0  # the share of the first epoch after a change that is not due to the change
+    latest: PlansKey = ()  # the plans of the latest epoch,
+    in_a_row: int = 0  # and for how many epochs they have not changed
 
     def with_epoch(self, plans: Mapping[str, Plan], seconds: float) -> MeasuredEpochs:
         """Return these with one more epoch."""
         key = plans_key(plans)
-        before = self.seconds.get(key, ())
+        before, row = self.seconds.get(key, ()), 1 + (self.in_a_row if key == self.latest else 0)
+        here = replace(self, latest=key, in_a_row=row)
+        if self.first_epochs < 1.0 and row <= 2:
+            # The first epoch of plans is no measure of others; the second takes its place, and begins the comparison.
+            known = before if row == 1 else before[:-1]
+            share = self.first_epochs if row == 1 else 1.0
+            return replace(here, seconds={**self.seconds, key: (*known, seconds * share)[-_REMEMBERED:]})
         times = (*before, seconds)[-_REMEMBERED:]
         if _has_drifted(times):
-            return replace(self, seconds={key: times[-2:]}, changes=0)
-        found = replace(self, seconds={**self.seconds, key: times})
+            return replace(here, seconds={key: times[-2:]}, changes=0)
+        found = replace(here, seconds={**self.seconds, key: times})
         return found._with_difference(math.log(seconds / before[-1])) if before else found
 
     def _with_difference(self, difference: float) -> MeasuredEpochs:
@@ -68,9 +78,14 @@ class MeasuredEpochs:
         """Return these after a change of plans."""
         return replace(self, changes=self.changes + 1)
 
+    def where(self, still_holds: Callable[[Mapping[str, Plan]], bool]) -> MeasuredEpochs:
+        """Return these in another situation, in which only the epochs of some plans still hold."""
+        left = {key: times for key, times in self.seconds.items() if still_holds(dict(key))}
+        return self if len(left) == len(self.seconds) else replace(self, seconds=left, changes=0)
+
     def forgotten(self) -> MeasuredEpochs:
         """Return these in another situation, in which no plan was measured yet; epochs scatter as before."""
-        return replace(self, seconds={}, changes=0)
+        return self.where(lambda _: False)
 
     def measured_s(self, plans: Mapping[str, Plan]) -> float | None:
         """Return what an epoch of these plans took; None if they were not tried in this situation."""
@@ -100,6 +115,8 @@ class MeasuredEpochs:
         """Return the share of an epoch that plans have to gain to replace the current ones: at least `least`."""
         known, now = (self.seconds.get(plans_key(one), ()) for one in (plans, current))
         if known and now:
+            if self.first_epochs < 1.0 and self.in_a_row == 1:
+                least = max(least, 1.0 - self.first_epochs)
             return max(least, _SURE_OF_MEASURED * self.scatter * math.sqrt(1 / len(known) + 1 / len(now)))
         return min(max(least, _MOST_GAIN), max(least, _SURE * self.scatter) * 2.0**self.changes)
 

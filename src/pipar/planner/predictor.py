@@ -32,6 +32,10 @@ _TELLING_S = 0.02
 _NOTICED, _NOTICED_AGAIN = 0.002, 0.03
 #: Plans are searched again if epochs take longer or shorter than predicted by more than this, as a logarithm.
 _NOTICED_BIAS = 0.05
+#: Measured epochs hold no longer if other links change their prediction by more than this, as a logarithm.
+_NOTICED_ON_LINKS = 0.1
+#: Between real processes the first epoch after a change of plans takes longer: this share of it is left.
+_FIRST_EPOCHS = 0.9
 #: A machine that seems to differ by a larger factor was disturbed, not profiled wrongly.
 _MOST_FACTOR = 5.0
 
@@ -54,7 +58,9 @@ class Predictor:
     def __init__(self, fleet: Fleet, plans: Mapping[str, Plan], *, scatter: float = 0.0) -> None:
         self.fleet = fleet  # as profiled
         split = REAL_SPLIT if fleet.is_real else 1.0
-        self._measured = MeasuredEpochs(scatter=scatter, layers=fleet.layers, split=split)
+        first = _FIRST_EPOCHS if fleet.is_real else 1.0
+        self._measured = MeasuredEpochs(scatter=scatter, layers=fleet.layers, split=split, first_epochs=first)
+        self._measured_on: Mapping[str, Link] = {}  # links on which epochs were measured
         self._believed_bias = 1.0  # of the current plans' predictions, in the last search for plans
         self._plans: dict[int, Mapping[str, Plan]] = {1: plans}  # by the first epoch that they apply to
         self._links: dict[int, Mapping[str, Link]] = {}
@@ -97,9 +103,25 @@ class Predictor:
         known = {member.name: member.link for member in self.fleet.members}
         now = {name: one.over(before.get(name, known[name])) for name, one in measured.items()}
         self._links[epoch + 1] = {**before, **now}
-        if any(differs(link, before.get(name, known[name])) for name, link in now.items()):
-            self._measured = self._measured.forgotten()
+        self._forget_epochs_on_other_links({**known, **before})
         self._stability.observe({**known, **before}, self._links[epoch + 1])
+
+    def _forget_epochs_on_other_links(self, before: Mapping[str, Link]) -> None:
+        """Forget measured epochs that would take another time on the links that are known now."""
+        reference, links = {**before, **self._measured_on}, {**before, **self._links[max(self._links)]}
+        self._measured_on = reference
+        if not any(differs(link, reference[name]) for name, link in links.items()):
+            return
+        fleets = [calibrated(self.fleet, replace(self._fits[max(self._fits)], links=of)) for of in (reference, links)]
+        noticed = max(_NOTICED_ON_LINKS, 2 * self._measured.scatter)
+
+        def still_holds(plans: Mapping[str, Plan]) -> bool:
+            then_s, now_s = (predict_s(fleet.of(plans), plans) for fleet in fleets)
+            return max(then_s, now_s) <= min(then_s, now_s) * math.exp(noticed)
+
+        found = self._measured.where(still_holds)
+        if found != self._measured or not self._measured.seconds:
+            self._measured, self._measured_on = found, links
 
     def learn(self, epoch: int, device_s: Mapping[str, float], server_s: float) -> None:
         """Take how long the devices and the server's cores computed in an epoch, and calibrate."""

@@ -211,7 +211,7 @@ class _Search:
     def _likely(self) -> list[PlansByKind]:
         """Simulate and return combinations of a few plans for each split point, likely ones first."""
         evaluator, settings = self._evaluator, self._settings
-        load = [len(kind) / evaluator.fleet.cores for kind in evaluator.kinds]
+        load = [sum(map(evaluator.fleet.core_share, kind)) / evaluator.fleet.cores for kind in evaluator.kinds]
         short = [self._few_of_each_cut(cuts, share) for cuts, share in zip(evaluator.cuts, load, strict=True)]
         most = min(settings.most_combinations, settings.micro_batch_budget)
         if len(evaluator.kinds) == 1 or prod(map(len, short)) > most:

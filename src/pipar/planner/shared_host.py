@@ -69,18 +69,25 @@ def _slowdown(fleet: Fleet, plans: Mapping[str, Plan], timing: Timing) -> Slowdo
     if not seconds:  # the profile is too coarse to have seen work as small as this
         return _NONE
     around = _Around(fleet, plans)
+    own_s, iterations = timing.own_s, {name: len(ends) for name, ends in timing.ends.items()}
+    hosted = [(n, m, iterations[m.name]) for n, m in enumerate(fleet.members) if m.host_share]
     devices = [
-        min(1.0, (timing.own_s[m.name][0] + around.coding_s(n, len(timing.ends[m.name]))) / seconds) * m.host_share
-        for n, m in enumerate(fleet.members)
-        if m.host_share
+        (min(1.0, (own_s[m.name][0] + around.coding_s(n, count)) / seconds) * m.host_share, m.stands_for)
+        for n, m, count in hosted
     ]
-    server = [min(1.0, timing.busy_s["server"] / seconds) * host.server_share] * fleet.cores
-    carrying = sum(around.carrying_s(n, len(timing.ends[m.name])) for n, m in enumerate(fleet.members) if m.host_share)
-    carried = [min(1.0, carrying / seconds)]
+    server = [(min(1.0, timing.busy_s["server"] / seconds) * host.server_share, fleet.cores_each)] * fleet.cores
+    carrying = sum(around.carrying_s(n, count) * m.stands_for for n, m, count in hosted)
+    carried = (min(1.0, carrying / seconds), 1.0)
     return Slowdown(
-        _times_as_long([*devices[1:], *server, *carried], host.cores) if devices else 1.0,
-        max(1.0, _times_as_long([*devices, *server[1:], *carried], host.cores) * host.server_share),
+        _times_as_long([*_without_one(devices), *server, carried], host.cores) if devices else 1.0,
+        max(1.0, _times_as_long([*devices, *_without_one(server), carried], host.cores) * host.server_share),
     )
+
+
+def _without_one(lanes: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the lanes without the one whose slowdown is asked for."""
+    (share, count), *others = lanes
+    return [(share, max(0.0, count - 1.0)), *others]
 
 
 class _Around:
@@ -112,13 +119,16 @@ class _Around:
         return self._known[key]
 
 
-def _times_as_long(others: Iterable[float], cores: float) -> float:
-    """Return how many times as long work takes next to lanes that compute for these shares of the time."""
-    shares = list(others)
-    if len(shares) > _MANY_LANES:
-        return max(1.0, (1.0 + sum(shares)) / cores)
+def _times_as_long(others: Iterable[tuple[float, float]], cores: float) -> float:
+    """Return how many times as long work takes next to lanes that compute for these shares of the time.
+
+    Each share is followed by the number of lanes that have it, which in a sample of a fleet is no whole number.
+    """
+    lanes = [(share, count) for share, count in others if count]
+    if len(lanes) > _MANY_LANES or any(count != 1.0 for _, count in lanes):
+        return max(1.0, (1.0 + sum(share * count for share, count in lanes)) / cores)
     chances = [1.0]  # of 0, 1, 2, ... lanes that compute
-    for share in shares:
+    for share, _ in lanes:
         stays, joins = [*chances, 0.0], [0.0, *chances]
         chances = [(1 - share) * stay + share * join for stay, join in zip(stays, joins, strict=True)]
     return sum(chance * max(1.0, (1 + count) / cores) for count, chance in enumerate(chances))

@@ -18,9 +18,10 @@ class SimulatedCores:
         self.busy_s = self._alone_s = 0.0
         self._fleet = fleet
         self._free_at = [0.0] * fleet.cores  # a heap
-        batches = [batch for device in devices if device.splits for batch in device.times]
-        self._unserved = sum(len(batch.served) for batch in batches)  # micro-batches that no core has taken
-        self._unserved_s = sum(batch.served_s for batch in batches)
+        split = [device for device in devices if device.splits]
+        # Micro-batches that no core has taken.
+        self._unserved = sum(len(batch.served) for device in split for batch in device.times)
+        self._unserved_s = sum(device.core_share * batch.served_s for device in split for batch in device.times)
 
     @property
     def next_free_at(self) -> float:
@@ -35,7 +36,7 @@ class SimulatedCores:
         """Return when a device's next micro-batch is begun and done."""
         seconds = device.batch.served[device.served]
         self._unserved -= 1
-        self._unserved_s -= seconds
+        self._unserved_s -= seconds * device.core_share
         return self._work(device, now, seconds, device.batch.contention[device.served])
 
     def step(self, device: SimulatedDevice, now: float) -> tuple[float, float]:
@@ -45,22 +46,31 @@ class SimulatedCores:
     def _work(self, device: SimulatedDevice, now: float, seconds: float, contention: float) -> tuple[float, float]:
         free_at = self._free_at[0]
         begin = now if now > free_at else free_at
-        self._alone_s += seconds
+        self._alone_s += seconds * device.core_share
         device.slower = 1.0
         if contention:
             device.slower = 1.0 + contention * self._others_at_work(begin, waited=begin > now)
             seconds *= device.slower
-        end = begin + seconds
-        heapreplace(self._free_at, end)
-        self.busy_s += seconds
-        return begin, end
+        return begin, self._take(device, begin, seconds)
 
-    def decode(self, now: float, seconds: float) -> tuple[float, float]:
+    def _take(self, device: SimulatedDevice, begin: float, seconds: float) -> float:
+        """Take the next core for a job; return when it is done.
+
+        In a sample a job stands for those of several devices, and a core for several: a core is taken for their share.
+        The device waits no less than the job itself takes, and no less than those that it stands for.
+        """
+        taken = seconds * device.core_share
+        heapreplace(self._free_at, begin + taken)
+        self.busy_s += taken
+        return begin + max(seconds, taken)
+
+    def decode(self, device: SimulatedDevice, now: float, seconds: float) -> tuple[float, float]:
         """Return when decoding a trained part is begun and done; it is not part of the iterations' work."""
         begin = max(now, self._free_at[0])
         slower = 1.0 + self._fleet.server.contention(0) * self._others_at_work(begin, waited=begin > now)
-        end = begin + seconds * slower
-        heapreplace(self._free_at, end)
+        busy_s = self.busy_s
+        end = self._take(device, begin, seconds * slower)
+        self.busy_s = busy_s
         return begin, end
 
     def _others_at_work(self, begin: float, *, waited: bool) -> float:

@@ -18,7 +18,7 @@ class SimulatedDevice:
     """How far one device is in its epoch, and the server with it. Micro-batches are counted from 0 here."""
 
     __slots__ = (
-        "answered", "batch", "chunks", "compute_s", "decode_free", "decoded_at", "decoding", "down_free",
+        "answered", "batch", "chunks", "compute_s", "core_share", "decode_free", "decoded_at", "decoding", "down_free",
         "down_s", "encode_free", "encoded", "encoding", "ends", "forwarded", "inbox", "io_free", "latency", "loaded",
         "loads", "member", "norm_at", "order", "place", "plan", "returned", "returned_at", "served", "serving",
         "slower", "splits", "stepped", "times", "trains", "up_began", "up_free", "up_s", "waits_for", "watched",
@@ -26,10 +26,11 @@ class SimulatedDevice:
     )  # fmt: skip
 
     def __init__(
-        self, member: Member, plan: Plan, times: list[BatchTimes], *, splits: bool, trains: bool, watched: bool
+        self, fleet: Fleet, member: Member, plan: Plan, times: list[BatchTimes], *, splits: bool, watched: bool
     ) -> None:
         self.member, self.plan, self.times, self.splits, self.watched = member, plan, times, splits, watched
-        self.trains = trains  # it has something to train, and gets gradients
+        self.trains = fleet.trains(plan.split_point)  # it has something to train, and gets gradients
+        self.core_share = fleet.core_share(member)
         self.latency = member.link.latency_s
         # The device's compute lane: its batch, the order of its stages, and the place in that order.
         self.working: BatchTimes | None = None
@@ -77,8 +78,7 @@ def simulated_devices(
         if disturb:
             times = [disturb(member.name, number, batch) for number, batch in enumerate(times, start=1)]
         splits = plan.split_point < fleet.layers
-        trains, watched = fleet.trains(plan.split_point), member.name == watch
-        devices.append(SimulatedDevice(member, plan, times, splits=splits, trains=trains, watched=watched))
+        devices.append(SimulatedDevice(fleet, member, plan, times, splits=splits, watched=member.name == watch))
     return devices
 
 

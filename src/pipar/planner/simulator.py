@@ -450,7 +450,7 @@ class _Epoch:
         device.returned_at = now
         if self._fleet.sends_changes(device.member, device.member.link.up_bps):
             seconds = self._fleet.server.seconds(decoding(self._part_bytes(device.plan.split_point)))
-            begin, device.returned_at = self._cores.decode(now, seconds)
+            begin, device.returned_at = self._cores.decode(device, now, seconds)
             if device.watched:
                 place = (1, 0, 0, begin, device.returned_at)
                 self.spans.append(Span(SERVER, CORE, "decode", *place, device=device.member.name))

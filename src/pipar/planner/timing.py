@@ -82,7 +82,7 @@ class Timing:
 
     def _server_s(self, fleet: Fleet) -> float:
         """Return how long each core will have worked, on average, when all samples have been served."""
-        here = sum(sum(fleet.batches(m.samples, len(self.ends[m.name]))) for m in fleet.members)
+        here = sum(m.stands_for * sum(fleet.batches(m.samples, len(self.ends[m.name]))) for m in fleet.members)
         return self.busy_s["server"] * fleet.served(fleet.members) / here
 
     def _rest_s(self, fleet: Fleet, kind: tuple[Member, ...]) -> float:

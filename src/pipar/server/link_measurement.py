@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from pipar.errors import ProtocolError
 from pipar.server.session import Session
 from pipar.settings.links import Link
-from pipar.transport.link_trial import FRAME_BYTES, TrainLength, read_arrivals
+from pipar.transport.link_trial import FIRST_TRAIN, FRAME_BYTES, TrainLength, read_arrivals
 from pipar.wire.messages import Body, Kind, Message, read_json
 
-#: A device that has not answered within this time is planned for with the link that is known so far.
+#: After this time a device is planned for with the link as far as it is known.
 _LONGEST_S = 3.0
+#: A link that has not carried the first train by then has at most this rate.
+_SLOW_BPS = 8 * FIRST_TRAIN * FRAME_BYTES / _LONGEST_S
 #: Devices that are measured at the same time: they may share a link, as they will in training.
 _AT_ONCE = 16
 #: Round trips without data, of which the fastest shows the latency.
@@ -44,15 +46,17 @@ def _is_unknown(link: Link) -> bool:
 
 
 async def _measured(session: Session, known: Link) -> Link | None:
+    measurement = _Measurement(session)
     try:
         with session.probing():
             async with asyncio.timeout(_LONGEST_S):
-                return await _Measurement(session).link(known)
+                await measurement.run()
     except TimeoutError:
-        return None
+        pass
     except ProtocolError as error:
         session.fail(error)
         return None
+    return measurement.link(known)
 
 
 class _Measurement:
@@ -61,15 +65,27 @@ class _Measurement:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._loop = asyncio.get_running_loop()
+        self._passed: list[float] = []  # seconds of round trips
+        self._up, self._down = TrainLength(), TrainLength()
 
-    async def link(self, known: Link) -> Link:
-        """Return the link with what was measured; a direction whose rate is known keeps it."""
-        passed = [await self._round_trip() for _ in range(_ROUND_TRIPS)]
-        up, down = TrainLength(), TrainLength()
-        while not (up.is_done and down.is_done):
-            await self._exchange(down, up)
-        latency_s = known.latency_s or min(passed) / 2
-        return Link(up_bps=known.up_bps or up.rate_bps, down_bps=known.down_bps or down.rate_bps, latency_s=latency_s)
+    async def run(self) -> None:
+        """Measure the latency, then both directions."""
+        for _ in range(_ROUND_TRIPS):
+            self._passed.append(await self._round_trip())
+        self._up.round_trip_s = self._down.round_trip_s = min(self._passed)
+        while not (self._up.is_done and self._down.is_done):
+            await self._exchange(self._down, self._up)
+
+    def link(self, known: Link) -> Link | None:
+        """Return the link with what was measured so far; None if the device has not answered.
+
+        A direction whose rate is known keeps it. One whose first train has not passed in time has at most its rate.
+        """
+        if not self._passed:
+            return None
+        up_bps, down_bps = (one.rate_bps if one.trains else _SLOW_BPS for one in (self._up, self._down))
+        latency_s = known.latency_s or min(self._passed) / 2
+        return Link(up_bps=known.up_bps or up_bps, down_bps=known.down_bps or down_bps, latency_s=latency_s)
 
     async def _round_trip(self) -> float:
         began = self._loop.time()

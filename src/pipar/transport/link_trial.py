@@ -18,6 +18,8 @@ FRAME_BYTES = 16_000
 FIRST_TRAIN, LONGEST_TRAIN = 4, 64
 #: A train that took this long shows the rate; a longer one would only delay the training.
 _ENOUGH_S = 0.08
+#: TCP begins with few bytes in each round trip, and doubles them: a train of so many round trips is past that.
+_ROUND_TRIPS = 4
 #: Above this rate the machines are measured rather than the link: a frame takes them a third of a millisecond.
 _MOST_BPS = 400e6
 _LONGEST_S = 1e9
@@ -27,15 +29,19 @@ _LONGEST_S = 1e9
 class TrainLength:
     """How many frames the next train of a direction has, and what the trains so far have shown."""
 
+    round_trip_s: float = 0.0
     frames: int = FIRST_TRAIN
     rate_bps: float | None = None
     is_done: bool = False
+    trains: int = 0  # that were measured
 
     def take(self, arrivals: Sequence[float]) -> None:
         """Take when the frames of a train have arrived."""
+        self.trains += 1
         passed_s = arrivals[-1] - arrivals[0]
         self.rate_bps = rate_of(arrivals)
-        self.is_done = passed_s >= _ENOUGH_S or self.frames >= LONGEST_TRAIN
+        enough_s = max(_ENOUGH_S, _ROUND_TRIPS * self.round_trip_s)
+        self.is_done = passed_s >= enough_s or self.frames >= LONGEST_TRAIN
         self.frames = 0 if self.is_done else 2 * self.frames
 
 
