@@ -132,6 +132,13 @@ class MeasuredBusy:
 
 
 @dataclass(frozen=True)
+class TimedByPrograms:
+    """The programs time a training, because the simulator does not cover it; that takes longer."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Started:
     """Everything is prepared and the run's folder exists: the training begins."""
 
@@ -504,6 +511,7 @@ Event = (
     | Preparing
     | Started
     | MeasuredBusy
+    | TimedByPrograms
     | Listening
     | Barred
     | Reloaded

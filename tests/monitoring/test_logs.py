@@ -57,6 +57,7 @@ from pipar.events import (
     Started,
     Starting,
     Stopping,
+    TimedByPrograms,
     TimeoutsChosen,
     TrackerFailed,
     Trained,
@@ -182,6 +183,10 @@ SAID: list[tuple[Event, str]] = [
     (
         NotEvaluated("pi-1", 7, "ValueError: only one class"),
         "warning: pi-1 could not evaluate the model of round 7: ValueError: only one class",
+    ),
+    (
+        TimedByPrograms("links change"),
+        "the programs time this training, which takes longer than the simulator, because links change",
     ),
     (
         NotKept("a", "they take 2.0 GiB, and 1.0 GiB are allowed"),

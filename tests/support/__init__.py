@@ -25,6 +25,7 @@ Small things to train, plan and send:
     recorded            trainings in virtual time that are recorded
     deployments, gated  a training for real processes that can be held in mid-epoch
     small_runs, made_up_cells   runs and cells of the reproduction that take no time
+    random_jobs         jobs of random devices, for simulations
     hand_made_job       a job of two devices, for what is written about a run
     fleets, leakages    fleets to plan for, and leakage tables
     credentials         certificates and tokens

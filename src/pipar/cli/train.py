@@ -40,6 +40,7 @@ from pipar.storage.result import Result
 _WORLDS = [
     click.option("--virtual", is_flag=True, help="Virtual time: real training, simulated durations."),
     click.option("--timing-only", is_flag=True, help="Virtual time without training: durations only."),
+    click.option("--programs", is_flag=True, help="With --timing-only: run the programs, not the simulator."),
 ]
 
 
@@ -52,6 +53,7 @@ def run(
     config: Path | None,
     virtual: bool,
     timing_only: bool,
+    programs: bool,
     record: bool,
     dashboard: str | None,
     dashboard_token: str | None,
@@ -62,12 +64,13 @@ def run(
 
     CONFIG is a TOML file; without it, four devices train VGG-5 on digits.
     """
-    world, loaded = _world(virtual, timing_only), load(config, settings)
+    world, loaded = _world(virtual, timing_only, programs), load(config, settings)
     starting = Starting("run", f"{training_text(loaded)} with {loaded.run.method}")
     with _watched(loaded, starting, dashboard, dashboard_token, quiet=as_json) as watching:
         from pipar.launch.run import run as train
 
-        result = train(loaded, world=world, command=command_line(), report=True, record=record, **watching)
+        watching |= {"command": command_line(), "record": record, "programs": programs}
+        result = train(loaded, world=world, report=True, **watching)
     if as_json:
         print_json(_as_json(result))
         return
@@ -99,19 +102,21 @@ def compare(
     methods: str,
     virtual: bool,
     timing_only: bool,
+    programs: bool,
     dashboard: str | None,
     dashboard_token: str | None,
     settings: Sequence[str],
     as_json: bool,
 ) -> None:
     """Train with several methods, and compare them in one table."""
-    names, world, loaded = _methods(methods), _world(virtual, timing_only), load(config, settings)
+    names, world, loaded = _methods(methods), _world(virtual, timing_only, programs), load(config, settings)
     starting = Starting("compare", f"{training_text(loaded)} with {', '.join(names)}")
     with _watched(loaded, starting, dashboard, dashboard_token, quiet=as_json) as watching:
         from pipar.launch.run import compare as train
         from pipar.report import try_write_comparison
 
-        results = train(loaded, methods=names, world=world, command=command_line(), report=True, **watching)
+        what = {"command": command_line(), "report": True, "programs": programs}
+        results = train(loaded, methods=names, world=world, **what, **watching)
         page = try_write_comparison([result.folder for result in results.values()], loaded, watching["observe"])
     if as_json:
         print_json([{**_as_json(result), "comparison": _text(page)} for result in results.values()])
@@ -157,9 +162,11 @@ def _methods(text: str) -> list[str]:
     return list(dict.fromkeys(method(name).name for name in names))
 
 
-def _world(virtual: bool, timing_only: bool) -> World:
+def _world(virtual: bool, timing_only: bool, programs: bool) -> World:
     if virtual and timing_only:
         raise click.UsageError("--virtual and --timing-only exclude each other: give only one.")
+    if programs and not timing_only:
+        raise click.UsageError("--programs says how --timing-only computes times: give it together with --timing-only.")
     return "virtual" if virtual else "timing-only" if timing_only else "real"
 
 

@@ -1,7 +1,8 @@
 """Starting the programs.
 
 Reading order: `assemble` (the two programs with all their parts), `virtual` (both in virtual time, in one process),
-`sizes_only` (what a timing-only run trains: sizes without content), `rehearsal` (timing plans by such a run),
+`sizes_only` (what a timing-only run trains: sizes without content), `simulated` (a timing-only run without the
+programs), `rehearsal` (timing plans by a run of the programs),
 `replay_parts` and `replay` (a recorded training in virtual time), `child_processes` (starting and ending processes on
 this machine) with `preloaded` (what they import) and `uncollected` (importing faster), `processes` (a training in such
 processes), `callbacks` (functions of the caller), `run` (a whole training on this machine), `deployed_server` and

@@ -75,6 +75,25 @@ class ServerSetup:
     done: Sequence[float | None] = ()  # the validation losses of the epochs that were trained before
 
 
+def chooses_plans(job: Job) -> bool:
+    """Return whether P or N of a device is chosen: then a search may choose again during the training."""
+    return not job.specs or any("auto" in (spec.split_point, spec.micro_batches) for spec in job.specs)
+
+
+@dataclass(frozen=True)
+class Bookkeeping:
+    """The parts of a server that do not serve devices: results, and new plans."""
+
+    results: ResultCollector
+    recorder: Recorder  # of the server's cores
+    replanner: Replanner | None
+
+
+def assemble_bookkeeping(job: Job, setup: ServerSetup) -> Bookkeeping:
+    """Return the bookkeeping of a job, for a training without the programs."""
+    return _ServerBuilder(job, setup).bookkeeping()
+
+
 def assemble_server(job: Job, setup: ServerSetup) -> Server:
     """Return the server of a job, ready to admit devices."""
     return _ServerBuilder(job, setup).build()
@@ -106,6 +125,10 @@ class _ServerBuilder:
         self._predictor = None if job.method.shares_server_model else Predictor(job.fleet(), job.plans, scatter=scatter)
         self._replan_encodings = ReplanEncodings(job.fleet(), job.plans)
         self._results = self._make_results()
+
+    def bookkeeping(self) -> Bookkeeping:
+        """Return the parts that do not serve devices."""
+        return Bookkeeping(self._results, self._recorder, self._make_replanner())
 
     def build(self) -> Server:
         """Return the server."""
@@ -209,8 +232,7 @@ class _ServerBuilder:
         job, search = self._job, self._setup.search
         if search is None:
             return None
-        is_auto = not job.specs or any("auto" in (spec.split_point, spec.micro_batches) for spec in job.specs)
-        if self._predictor is not None and is_auto:
+        if self._predictor is not None and chooses_plans(job):
             return ReplanBySearch(
                 self._predictor, search_by_estimate if job.config.plan.estimate == "paper" else search
             )

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipar import methods as known
 from pipar.errors import ConfigError
-from pipar.events import LOADING, EpochResult, Observer, Preparing, Started, Starting, ignore, tell_all
+from pipar.events import (
+    LOADING,
+    EpochResult,
+    Observer,
+    Preparing,
+    Started,
+    Starting,
+    TimedByPrograms,
+    ignore,
+    tell_all,
+)
 from pipar.execution.spans import Span
 from pipar.job.equivalence import equivalence_reasons
 from pipar.job.job import Job
@@ -24,6 +34,7 @@ from pipar.launch.rehearsal import rehearse
 from pipar.launch.uncollected import uncollected
 from pipar.monitoring.showing import shown
 from pipar.monitoring.tracker_threads import tracked
+from pipar.privacy.budget import PrivacyAccountant
 from pipar.recording.recorder import check_can_record, recorded
 from pipar.server.allow_list import AllowList
 from pipar.settings.aggregators import check_method
@@ -74,6 +85,7 @@ def run(
     command: str | None = None,
     report: bool = False,
     record: bool = False,
+    programs: bool = False,
 ) -> Result:
     """Train and return the result.
 
@@ -98,6 +110,8 @@ def run(
     - `observe`: a function that gets each event; with `pictures` also the lanes of each epoch.
     - `report` writes an HTML report into the run's folder at the end. `record` writes a recording into it, which
       `pipar replay` reads.
+    - `programs` lets the programs time a timing-only run also where the simulator, which takes a fraction of the time,
+      gives the same result.
     - `command`: the command that result.json names.
 
     >>> result = pipar.run({"run": {"epochs": 3}}, world="timing-only", settings=SMALL[1:])
@@ -119,6 +133,10 @@ def run(
     resolved = with_functions(configuration_of(config, settings, datasets, cut_points), loss, metrics, optimizer)
     if world == "timing-only":
         _check_needs_no_losses(resolved)
+    elif programs:
+        raise ConfigError(
+            f"Only a timing-only run may do without the programs: programs does not fit world = '{world}'."
+        )
     _check_allowed(resolved)
     if record:
         check_can_record(resolved)
@@ -128,7 +146,7 @@ def run(
         tracked(resolved, tell_all(show, observe, called.observe)) as tracking,
     ):
         typed = command if command is not None else "pipar.run"
-        options = RunOptions(typed, tracking.observe, report, pictures, record, called)
+        options = RunOptions(typed, tracking.observe, report, pictures, record, called, programs)
         own = (model, datasets, validation, test, loss, metrics, optimizer, evaluation_datasets)
         result = _train(resolved, world, own, options)
         tracking.end(result.content)
@@ -293,6 +311,7 @@ class RunOptions:
     pictures: bool = False  # also send observers the lanes of each epoch
     record: bool = False  # write a recording, for `pipar replay`
     callbacks: Callbacks = field(default_factory=lambda: Callbacks(()))
+    programs: bool = False  # that time a timing-only run, in any case
 
     def epoch_recorder(self, folder: RunFolder) -> Callable[[EpochResult, list[Span]], None]:
         """Return a function that records an epoch in the folder and passes it on to the observer."""
@@ -300,18 +319,37 @@ class RunOptions:
 
 
 def _run_timing_only(job: Job, options: RunOptions) -> Result:
-    from pipar.launch.virtual import train_timing_only  # imports numpy, without which commands start faster
-
     with _open_folder(job, options, "timing-only") as path:
         folder = RunFolder(path, job, world="timing-only", command=options.command)
         try:
             with recorded(folder, world="timing-only", is_on=options.record) as (emitting, watching):
                 emit, watch = emitting(options.epoch_recorder(folder)), watching(folder.event_recorder(options.observe))
-                stopping = options.callbacks.should_stop
-                train_timing_only(job, emit, watch, accountant=folder.accountant, should_stop=stopping)
+                _time(job, emit, watch, folder.accountant, options)
         finally:  # the epochs so far are kept, even if it is interrupted
             content = save_result(folder, without_signals(folder.finish), options.observe)
         return Result(path, content)
+
+
+def _time(
+    job: Job,
+    emit: Callable[[EpochResult, list[Span]], None],
+    observe: Observer,
+    accountant: PrivacyAccountant,
+    options: RunOptions,
+) -> None:
+    """Time a training with the simulator, or with the programs if they are asked for or needed."""
+    # Import numpy, without which commands start faster.
+    from pipar.launch.simulated import simulate_training, why_programs
+    from pipar.launch.virtual import train_timing_only
+
+    should_stop = options.callbacks.should_stop
+    reason = "it is recorded" if options.record else why_programs(job)
+    if not options.programs and not reason:
+        simulate_training(job, emit, observe, accountant=accountant, should_stop=should_stop)
+        return
+    if not options.programs:
+        observe(TimedByPrograms(reason))
+    train_timing_only(job, emit, observe, accountant=accountant, should_stop=should_stop)
 
 
 def _run_with_torch(config: Config, own: UserObjects, world: World, options: RunOptions) -> Result:

@@ -94,8 +94,39 @@ def train_timing_only(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run the same programs with sizes and costs only, without torch; `replan` or `search` makes new plans."""
+    setup = timing_only_setup(
+        job, emit, observe, replan=replan, search=search, accountant=accountant, should_stop=should_stop
+    )
+
+    def samples(device: str) -> Samples:
+        return SizesOnlySamples(job.sizes[device], job.noised_bytes, job.target_size)
+
+    def part_builder(device: str) -> Callable[[Orders], DevicePart]:
+        profile, share = job.device_profiles[device], job.server_profile.changes_share
+        return lambda orders: SizesOnlyDevicePart(profile, orders.plan.split_point, share, targets=job.target_size)
+
+    memory = _memory(job)
+
+    def evaluation(device: str) -> EvaluationSamples | None:
+        count = job.evaluation_sizes.get(device)
+        return None if count is None else SizesOnlyEvaluation(count, memory[device])
+
+    run_virtually(_train(job, setup, samples, part_builder, evaluation))
+
+
+def timing_only_setup(
+    job: Job,
+    emit: Emit,
+    observe: Observer,
+    *,
+    replan: Replan | None = None,
+    search: PlanSearch = search_inline,
+    accountant: PrivacyAccountant | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> ServerSetup:
+    """Return the parts of a server that trains with sizes only."""
     server_lanes = _lanes(job.server_costs())
-    setup = ServerSetup(
+    return ServerSetup(
         learner=SizesOnlyLearner(
             job.server_profile,
             job.split_points,
@@ -113,21 +144,6 @@ def train_timing_only(
         accountant=accountant,
         should_stop=should_stop,
     )
-
-    def samples(device: str) -> Samples:
-        return SizesOnlySamples(job.sizes[device], job.noised_bytes, job.target_size)
-
-    def part_builder(device: str) -> Callable[[Orders], DevicePart]:
-        profile, share = job.device_profiles[device], job.server_profile.changes_share
-        return lambda orders: SizesOnlyDevicePart(profile, orders.plan.split_point, share, targets=job.target_size)
-
-    memory = _memory(job)
-
-    def evaluation(device: str) -> EvaluationSamples | None:
-        count = job.evaluation_sizes.get(device)
-        return None if count is None else SizesOnlyEvaluation(count, memory[device])
-
-    run_virtually(_train(job, setup, samples, part_builder, evaluation))
 
 
 def _memory(job: Job) -> dict[str, Memory]:

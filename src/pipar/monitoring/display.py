@@ -33,11 +33,18 @@ from pipar.events import (
     SaveFailed,
     Started,
     Starting,
+    TimedByPrograms,
     TrackerFailed,
 )
 from pipar.methods import METHODS, Plan
 from pipar.monitoring.epoch_lines import epoch_header, epoch_line, metrics_text, percent
-from pipar.monitoring.event_text import not_evaluated_text, not_kept_text, refused_text, starting_text
+from pipar.monitoring.event_text import (
+    not_evaluated_text,
+    not_kept_text,
+    refused_text,
+    starting_text,
+    timed_by_programs_text,
+)
 from pipar.monitoring.progress import TimeEstimate, TrainingProgress
 from pipar.settings.wording import equivalence, equivalence_text, plan_text, plans_text, whole_network_text
 
@@ -120,6 +127,8 @@ class Display:
             self._print(Text(event.reason, style="dim"), whole=True)
         elif isinstance(event, EquivalenceChanged):
             self._print(Text(f"After epoch {event.epoch}, {_weights_text(event.reasons)}", style="dim"), whole=True)
+        elif isinstance(event, TimedByPrograms):
+            self._print(Text(one_line(timed_by_programs_text(event)), style="dim"), whole=True)
         elif isinstance(event, NotKept):
             self._print(Text(one_line(not_kept_text(event)), style="dim"), whole=True)
         elif isinstance(event, NotEvaluated):

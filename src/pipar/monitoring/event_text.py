@@ -50,6 +50,7 @@ from pipar.events import (
     Started,
     Starting,
     Stopping,
+    TimedByPrograms,
     TimeoutsChosen,
     TrackerFailed,
     Trained,
@@ -128,6 +129,8 @@ class EventDescriber:
                 return f"new plans from round {event.epoch} on{why}: {_plans(event.plans)}"
             case ReplanFailed():
                 return event.reason
+            case TimedByPrograms():
+                return timed_by_programs_text(event)
             case NotKept():
                 return not_kept_text(event)
             case Joined():
@@ -268,6 +271,11 @@ def refused_text(event: Refused) -> str:
 def not_evaluated_text(event: NotEvaluated) -> str:
     """Return which device has no values of a model, and why."""
     return f"{event.device} could not evaluate the model of round {event.epoch}: {event.reason}"
+
+
+def timed_by_programs_text(event: TimedByPrograms) -> str:
+    """Return why a timing-only run takes longer than a simulation."""
+    return f"the programs time this training, which takes longer than the simulator, because {event.reason}"
 
 
 def not_kept_text(event: NotKept) -> str:

@@ -89,6 +89,11 @@ class Replanner:
         plans, self.why = found
         return plans
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether a search for plans is running."""
+        return self._search is not None
+
     def close(self) -> None:
         """Stop planning."""
         if self._search is not None:

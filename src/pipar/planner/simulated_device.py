@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cache, partial
 
 from pipar.execution.work import Work
@@ -20,9 +20,9 @@ class SimulatedDevice:
     __slots__ = (
         "answered", "batch", "chunks", "compute_s", "core_share", "decode_free", "decoded_at", "decoding", "down_free",
         "down_s", "encode_free", "encoded", "encoding", "ends", "forwarded", "inbox", "io_free", "latency", "loaded",
-        "loads", "member", "norm_at", "order", "place", "plan", "returned", "returned_at", "served", "serving",
-        "slower", "splits", "stepped", "times", "trains", "up_began", "up_free", "up_s", "waits_for", "watched",
-        "working",
+        "loads", "member", "norm_at", "order", "packed_at", "place", "plan", "returned", "returned_at", "served",
+        "serving", "slower", "splits", "stepped", "times", "trains", "up_began", "up_free", "up_s", "waits_for",
+        "watched", "working",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +51,7 @@ class SimulatedDevice:
         self.batch, self.stepped = times[0], 0
         self.served = self.inbox = 0
         self.serving = False
+        self.packed_at = 0.0  # when its trained part was packed
         self.norm_at = 0.0  # when the norm of the server's gradient arrives
         self.slower = 1.0  # the factor by which other cores lengthen the current job
         self.returned = False  # its trained part has arrived at the server
@@ -62,7 +63,7 @@ def simulated_devices(
     plans: Mapping[str, Plan],
     iterations: int | None,
     disturb: Disturb | None = None,
-    watch: str | None = None,
+    watch: Container[str] = (),
 ) -> list[SimulatedDevice]:
     """Return the devices of a fleet before an epoch of some iterations, or of all; spans of `watch` are recorded."""
     known: dict[tuple[object, ...], list[BatchTimes]] = {}  # most devices are like others
@@ -78,7 +79,8 @@ def simulated_devices(
         if disturb:
             times = [disturb(member.name, number, batch) for number, batch in enumerate(times, start=1)]
         splits = plan.split_point < fleet.layers
-        devices.append(SimulatedDevice(fleet, member, plan, times, splits=splits, watched=member.name == watch))
+        watched = member.name in watch
+        devices.append(SimulatedDevice(fleet, member, plan, times, splits=splits, watched=watched))
     return devices
 
 

@@ -18,7 +18,7 @@ A timing-only run of the same plans gives the same times, to the last digits, bu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import lru_cache
 from heapq import heappop, heappush
 
@@ -36,14 +36,15 @@ from pipar.planner.timing import Timing
 
 #: The size of the 'stop epoch' message's JSON, give or take a few bytes.
 _END_EPOCH_BYTES = 80
-_NORM_BYTES = 8
+#: The body of a norm.
+NORM_BYTES = 8
 
 
 def simulate(
     fleet: Fleet, plans: Mapping[str, Plan], iterations: int | None = None, *, disturb: Disturb | None = None
 ) -> Timing:
     """Return the times of one epoch, or of its first `iterations` and the exchange of models after them."""
-    return _simulated(fleet, plans, lambda here: _Epoch(here, plans, iterations, disturb).run())
+    return _simulated(fleet, plans, lambda here: SimulatedEpoch(here, plans, iterations, disturb).run())
 
 
 def _simulated(fleet: Fleet, plans: Mapping[str, Plan], run: Callable[[Fleet], Timing]) -> Timing:
@@ -60,7 +61,9 @@ def simulate_within(
 ) -> Timing | None:
     """Return the same, or None as soon as it is certain that its `steady_epoch_s` is at least `within_s`."""
     try:
-        return _simulated(fleet, plans, lambda here: _Epoch(here, plans, iterations, disturb, within_s=within_s).run())
+        return _simulated(
+            fleet, plans, lambda here: SimulatedEpoch(here, plans, iterations, disturb, within_s=within_s).run()
+        )
     except _TooLong:
         return None
 
@@ -77,7 +80,7 @@ def timeline(
 
     `exchange` adds the exchange of models after the iterations: trained part up, averaging, new part down.
     """
-    epoch = _Epoch(fleet, plans, iterations, watch=device)
+    epoch = SimulatedEpoch(fleet, plans, iterations, watch={device})
     epoch.run()
     shown = [span for span in epoch.spans if exchange or (span.kind != "model" and span.iteration)]
     return sorted(shown, key=lambda span: span.start)
@@ -90,16 +93,16 @@ class _TooLong(Exception):  # noqa: N818 - nothing is wrong with it
     """The epoch cannot be shorter than `within_s`."""
 
 
-class _Epoch:
+class SimulatedEpoch:
     """One epoch, event by event; of two events at the same time, the one that was scheduled first comes first."""
 
     def __init__(
         self,
         fleet: Fleet,
         plans: Mapping[str, Plan],
-        iterations: int | None,
+        iterations: int | None = None,
         disturb: Disturb | None = None,
-        watch: str | None = None,
+        watch: Container[str] = (),
         within_s: float | None = None,
     ) -> None:
         self.spans: list[Span] = []
@@ -124,6 +127,10 @@ class _Epoch:
             device.down_free, device.down_s = told, 0.0
             self._load(device, max(told + device.latency, installed[device.member.name]))
         self._start = min(device.io_free - device.times[0].load for device in self._devices)
+        self._run_events()
+        return self._timing(self._start, self._exchange())
+
+    def _run_events(self) -> None:
         handlers = (
             self._loaded, self._ready, self._computed, self._encoded, self._arrived,
             self._served, self._stepped, self._answered, self._decoded, self._returned,
@@ -133,7 +140,6 @@ class _Epoch:
         while events:
             now, _, kind, device = heappop(events)
             handlers[kind](device, now)
-        return self._timing(self._start, self._exchange())
 
     def _schedule(self, when: float, kind: int, device: SimulatedDevice) -> None:
         self._count += 1
@@ -201,13 +207,13 @@ class _Epoch:
                 device.waits_for = n
                 return
         device.compute_s += end - now
-        if device.watched and (device.trains or kind == "fc"):
-            self._span(device, COMPUTE, kind, n + 1, now, end)
+        if device.watched:
+            self._compute_span(device, kind, n + 1, now, end)
         self._schedule(end, _COMPUTED, device)
 
     def _send_norm(self, device: SimulatedDevice, now: float) -> float:
         """Send the norm of a device's gradient; return when it also has the server's, and can step."""
-        device.up_free = max(now, device.up_free) + transfer_s(_NORM_BYTES, device.member.link.up_bps)
+        device.up_free = max(now, device.up_free) + transfer_s(NORM_BYTES, device.member.link.up_bps)
         self._schedule(device.up_free + device.latency, _MEASURED, device)
         return max(now, device.norm_at)
 
@@ -280,11 +286,13 @@ class _Epoch:
         assert device.working is not None
         n, chunks = device.encoded, device.working.up_chunks[device.encoded]
         begin, seconds = max(now, device.up_free), device.working.u[n] * chunks[device.chunks]
+        if device.watched and device.chunks and begin > device.up_free:  # the link has waited for this chunk
+            self._span(device, UPLINK, "u", n + 1, device.up_began, device.up_free)
+        if not device.chunks or begin > device.up_free:
+            device.up_began = begin
         device.up_free = begin + seconds
         device.up_s += seconds
         device.chunks += 1
-        if device.chunks == 1:
-            device.up_began = begin
         if device.chunks < len(chunks):
             self._encode_chunk(device, now)
             return
@@ -347,12 +355,18 @@ class _Epoch:
         begin, end = self._cores.serve(device, now)
         if device.watched:
             self._core_span(device, "fs", device.served + 1, begin, end)
+        self._schedule_served(device, end)
+
+    def _schedule_served(self, device: SimulatedDevice, end: float) -> None:
         self._schedule(end, _SERVED, device)
 
     def _step(self, device: SimulatedDevice, now: float) -> None:
         begin, end = self._cores.step(device, now)
         if device.watched:
             self._core_span(device, "step", device.served, begin, end)
+        self._schedule_stepped(device, end)
+
+    def _schedule_stepped(self, device: SimulatedDevice, end: float) -> None:
         self._schedule(end, _STEPPED, device)
 
     def _core_span(self, device: SimulatedDevice, kind: str, n: int, begin: float, end: float) -> None:
@@ -373,7 +387,7 @@ class _Epoch:
         device.served = n + 1
         if device.served == len(device.batch.served):
             if self._fleet.exchanges_norms and device.trains:
-                device.down_free = max(now, device.down_free) + transfer_s(_NORM_BYTES, device.member.link.down_bps)
+                device.down_free = max(now, device.down_free) + transfer_s(NORM_BYTES, device.member.link.down_bps)
                 device.norm_at = device.down_free + device.latency
             else:
                 self._step(device, now)
@@ -426,19 +440,24 @@ class _Epoch:
 
     def _return_part(self, device: SimulatedDevice) -> None:
         member, size = device.member, self._part_bytes(device.plan.split_point)
-        announced = max(device.ends[-1], device.up_free) + transfer_s(_END_EPOCH_BYTES, member.link.up_bps)
+        size_of_end = self._end_epoch_bytes(device)
+        announced = max(device.ends[-1], device.up_free) + transfer_s(size_of_end, member.link.up_bps)
         changed = self._fleet.sends_changes(member, member.link.up_bps)
         pack = Work("pack", size_bytes=size, encoding="changes" if changed else "raw")
         protected = device.ends[-1] + protect_s(self._fleet, member, size)
-        packed = protected + member.costs.seconds(pack)
+        packed = device.packed_at = protected + member.costs.seconds(pack)
         seconds = model_s(self._fleet, member, device.plan, member.link.up_bps)
         device.up_s += seconds
         sent = max(packed, announced)
+        device.up_free = sent + seconds
         if device.watched:
             if self._fleet.protects:
                 self.spans.append(Span(member.name, COMPUTE, "protect", 1, 0, 0, device.ends[-1], protected))
             self._span(device, UPLINK, "model", 0, sent, sent + seconds)
-        self._schedule(sent + seconds + device.latency, _RETURNED, device)
+        self._schedule(device.up_free + device.latency, _RETURNED, device)
+
+    def _end_epoch_bytes(self, device: SimulatedDevice) -> int:  # noqa: ARG002
+        return _END_EPOCH_BYTES
 
     def _returned(self, device: SimulatedDevice, now: float) -> None:
         device.returned = True
@@ -469,6 +488,10 @@ class _Epoch:
             contention=self._cores.contention,
             own_s={device.member.name: (device.compute_s, device.up_s, device.down_s) for device in devices},
         )
+
+    def _compute_span(self, device: SimulatedDevice, kind: str, n: int, begin: float, end: float) -> None:
+        if device.trains or kind == "fc":
+            self._span(device, COMPUTE, kind, n, begin, end)
 
     def _span(self, device: SimulatedDevice, lane: str, kind: str, n: int, begin: float, end: float) -> None:
         is_ahead = kind in ("load", "noise") and device.loads > len(device.ends) + 1

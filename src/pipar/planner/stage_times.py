@@ -205,15 +205,18 @@ def _crossing_s(
     profile: Profile, plan: Plan, samples: int, direction: str, rate_bps: float | None, targets: int
 ) -> float:
     """Return how long a micro-batch's activations with these bytes of targets, or its gradients, are on the link."""
-    if rate_bps is None:
-        return 0.0
+    return 0.0 if rate_bps is None else crossing_bytes(profile, plan, samples, direction, targets) * 8 / rate_bps
+
+
+def crossing_bytes(profile: Profile, plan: Plan, samples: int, direction: str, targets: int) -> int:
+    """Return the bytes of a micro-batch's activations with these bytes of targets, or its gradients, with headers."""
     p, encoding = plan.split_point, plan.up if direction == "up" else plan.down
     several = len(profile.crossing_bytes(p, direction))
     if encoding == "raw" and not several:
-        return transfer_s(samples * profile.output_bytes(p) + targets, rate_bps)
+        return framed_bytes(samples * profile.output_bytes(p) + targets)
     sizes = profile.coded_bytes(p, samples, direction, encoding)
     header = HEADER_BYTES + 3 * 4 * several if several else _CODED_HEADER_BYTES
-    return (sum(sizes) + targets + len(sizes) * header) * 8 / rate_bps
+    return sum(sizes) + targets + len(sizes) * header
 
 
 def message_bytes(fleet: Fleet, plan: Plan, batch: int) -> list[int]:
@@ -229,8 +232,12 @@ def message_bytes(fleet: Fleet, plan: Plan, batch: int) -> list[int]:
 
 def transfer_s(size_bytes: int, rate_bps: float | None) -> float:
     """Return how long a message of this size is on a link, with the headers of its frames."""
-    frames = max(1, math.ceil(size_bytes / CHUNK_BYTES))
-    return 0.0 if rate_bps is None else (size_bytes + frames * HEADER_BYTES) * 8 / rate_bps
+    return 0.0 if rate_bps is None else framed_bytes(size_bytes) * 8 / rate_bps
+
+
+def framed_bytes(size_bytes: int) -> int:
+    """Return the bytes of a message with the headers of its frames."""
+    return size_bytes + max(1, math.ceil(size_bytes / CHUNK_BYTES)) * HEADER_BYTES
 
 
 def decoding(size_bytes: int) -> Work:
