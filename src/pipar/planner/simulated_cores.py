@@ -80,7 +80,11 @@ class SimulatedCores:
         job had to wait for it; otherwise as much of the time as the cores have worked so far. It stands for less than
         one where every kind of device is in the sample, but a round has fewer devices.
         """
-        others, each = sum(free_at > begin for free_at in self._free_at[1:]), self._fleet.cores_each
+        free, each = self._free_at, self._fleet.cores_each
+        if len(free) > 2 and free[1] > begin and free[2] > begin:  # in a heap, all others are free later than these
+            others = len(free) - 1
+        else:
+            others = sum(free_at > begin for free_at in free[1:])
         if each == 1.0:
             return others
         at_work = 1.0 if waited or not begin else min(1.0, self.busy_s / (begin * len(self._free_at)))

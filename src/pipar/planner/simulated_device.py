@@ -18,11 +18,11 @@ class SimulatedDevice:
     """How far one device is in its epoch, and the server with it. Micro-batches are counted from 0 here."""
 
     __slots__ = (
-        "answered", "batch", "chunks", "compute_s", "core_share", "decode_free", "decoded_at", "decoding", "down_free",
-        "down_s", "encode_free", "encoded", "encoding", "ends", "forwarded", "inbox", "io_free", "latency", "loaded",
-        "loads", "member", "norm_at", "order", "packed_at", "place", "plan", "returned", "returned_at", "served",
-        "serving", "slower", "splits", "stepped", "times", "trains", "up_began", "up_free", "up_s", "waits_for",
-        "watched", "working",
+        "answered", "arrivals", "arrived", "batch", "began_at", "chunks", "compute_s", "computed_at", "core_share",
+        "decode_free", "decoded_at", "decoding", "down_free", "down_s", "encode_free", "encoded", "encoding", "ends",
+        "forwarded", "inbox", "io_free", "latency", "loaded", "loads", "member", "norm_at", "order", "packed_at",
+        "place", "plan", "returned", "returned_at", "served", "serving", "slower", "splits", "stepped", "times",
+        "trains", "up_began", "up_free", "up_s", "waits_for", "watched", "working",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +53,10 @@ class SimulatedDevice:
         self.serving = False
         self.packed_at = 0.0  # when its trained part was packed
         self.norm_at = 0.0  # when the norm of the server's gradient arrives
+        # Of an iteration whose forward phase is computed in one step: when it began, and what is known from then on.
+        self.began_at = self.computed_at = 0.0
+        self.arrivals: tuple[float, ...] = ()
+        self.arrived = 0
         self.slower = 1.0  # the factor by which other cores lengthen the current job
         self.returned = False  # its trained part has arrived at the server
         self.returned_at = 0.0  # when its part can be aggregated

@@ -250,7 +250,7 @@ class Party:
         by_lane: dict[str, list[Span]] = {COMPUTE: [], UPLINK: [], DOWNLINK: []}
         for span in spans:
             by_lane.setdefault(span.lane, []).append(span)
-        computed = by_lane.pop(COMPUTE)
+        computed = sorted(by_lane.pop(COMPUTE), key=lambda span: span.start)
         self._spans += [span for span in computed if self.sizes.trains or span.kind not in ("bc", "step")]
         self._spans += _waits(computed, self.ready_at)
         uplink, self._down_spans = by_lane.pop(UPLINK), by_lane.pop(DOWNLINK)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, SERVER, UPLINK, Span
 from pipar.execution.work import Work
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
+from pipar.planner.forward_phase import ForwardPhase, forward_phase
 from pipar.planner.simulated_device import SimulatedDevice
-from pipar.planner.simulator import NORM_BYTES, SimulatedEpoch
-from pipar.planner.stage_times import decoding, model_s, protect_s, transfer_s
+from pipar.planner.simulator import ARRIVED, COMPUTED, LOADED, NORM_BYTES, SimulatedEpoch, order_of
+from pipar.planner.stage_times import BatchTimes, decoding, model_s, protect_s, transfer_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +33,13 @@ class NumberedCores:
     """Which core of the server takes each job: of those that are free first, the one with the lowest number."""
 
     def __init__(self, cores: int) -> None:
-        self._free_at = [0.0] * cores
+        self._free_at = [(0.0, number) for number in range(cores)]  # a heap
 
-    def take(self, end: float) -> tuple[str, float]:
-        """Return the lane of the next job, which ends then, and since when it was free."""
-        number = min(range(len(self._free_at)), key=self._free_at.__getitem__)
-        free_at, self._free_at[number] = self._free_at[number], end
-        return f"{CORE} {number}", free_at
+    def take(self, end: float) -> tuple[int, float]:
+        """Return the number of the core of the next job, which ends then, and since when it was free."""
+        free_at, number = self._free_at[0]
+        heapreplace(self._free_at, (end, number))
+        return number, free_at
 
 
 class SimulatedRound(SimulatedEpoch):
@@ -61,6 +63,7 @@ class SimulatedRound(SimulatedEpoch):
         self._lanes = lanes
         self._decoded_s = 0.0
         self._end_s = 0.0  # of 'stop epoch' on the last link
+        self._phases: dict[tuple[int, float | None], ForwardPhase] = {}  # by batch and load of the next one
         self.averaged_at = 0.0
 
     @property
@@ -93,6 +96,86 @@ class SimulatedRound(SimulatedEpoch):
         """Record work of a core that is for no device alone."""
         if self._lanes is not None:
             self._core_spans("", 0, 0, begin, [(kind, end)])
+
+    # --- iterations in few events
+
+    def _begin(self, device: SimulatedDevice, now: float) -> None:
+        """Begin the next iteration; its forward phase is one step if nothing can disturb it."""
+        number = len(device.ends)
+        device.arrivals, device.arrived = (), 0
+        if device.watched or device.loaded <= number or 0 < device.plan.window < device.plan.micro_batches:
+            super()._begin(device, now)
+            return
+        times = device.times[number]
+        phase = self._phase(device, times, now)
+        free_s = self._cores.next_free_at - now
+        if not phase.is_undisturbed(free_s) or device.io_free > now + times.fc[0]:
+            super()._begin(device, now)
+            return
+        count = len(times.fc)
+        device.working, device.order, device.waits_for, device.decoded_at = times, order_of(count, 0), -1, []
+        device.place, device.forwarded, device.encoded, device.answered = count, count, count, 0
+        device.began_at, device.arrivals, device.computed_at = now, phase.arrivals_s, now + phase.computed_s
+        device.compute_s += phase.computed_s
+        if device.loads < len(device.times):
+            device.loads += 1
+            self._schedule(now + phase.loaded_s, LOADED, device)
+        device.io_free = now + phase.io_free_s
+        if device.splits:
+            device.up_free = now + phase.up_free_s
+            self._schedule(now + phase.arrivals_s[0], ARRIVED, device)
+        else:
+            device.computed_at += sum(times.bc)
+            self._end_backwards(device, times)
+
+    def _phase(self, device: SimulatedDevice, times: BatchTimes, now: float) -> ForwardPhase:
+        following = device.times[device.loads] if device.loads < len(device.times) else None
+        loads_s = None if following is None else following.load
+        key = (id(times), loads_s)
+        kind = {"splits": device.splits, "trains": device.trains}
+        if key not in self._phases:
+            self._phases[key] = forward_phase(times, device.latency, loads_s=loads_s, **kind)
+        phase, busy_s = self._phases[key], device.up_free - now
+        if device.splits and busy_s > phase.first_encoded_s:  # a trace, for example
+            return forward_phase(times, device.latency, loads_s=loads_s, up_free_s=busy_s, **kind)
+        return phase
+
+    def _arrived(self, device: SimulatedDevice, now: float) -> None:
+        device.arrived += 1
+        super()._arrived(device, now)
+
+    def _serve_next(self, device: SimulatedDevice, now: float) -> None:
+        if device.inbox or not 0 < device.arrived < len(device.arrivals):
+            super()._serve_next(device, now)
+            return
+        arrival = device.began_at + device.arrivals[device.arrived]
+        if arrival <= now:
+            device.arrived += 1
+            self._serve(device, now)
+        else:
+            device.serving = False
+            self._schedule(arrival, ARRIVED, device)
+
+    def _decode(self, device: SimulatedDevice, now: float) -> None:
+        if not device.arrivals:
+            super()._decode(device, now)
+            return
+        times = device.working
+        assert times is not None
+        n, ready = len(device.decoded_at), now
+        if device.trains:
+            begin = now if now > device.io_free else device.io_free
+            device.io_free = device.decode_free = ready = begin + times.decode[n]
+        device.decoded_at.append(ready)
+        device.computed_at = (ready if ready > device.computed_at else device.computed_at) + times.bc[n]
+        if len(device.decoded_at) == len(times.bc):
+            self._end_backwards(device, times)
+
+    def _end_backwards(self, device: SimulatedDevice, times: BatchTimes) -> None:
+        """The last backward ends at a time that is known: then the device steps."""
+        device.compute_s += sum(times.bc)
+        device.place = len(device.order) - 1
+        self._schedule(device.computed_at, COMPUTED, device)
 
     # --- spans, and what differs from an epoch that stands alone
 
@@ -164,7 +247,8 @@ class SimulatedRound(SimulatedEpoch):
         self, device: str, iteration: int, n: int, begin: float, parts: Sequence[tuple[str, float]]
     ) -> None:
         assert self._lanes is not None
-        lane, free_at = self._lanes.take(parts[-1][1])
+        number, free_at = self._lanes.take(parts[-1][1])
+        lane = f"{CORE} {number}"
         place = (self._number, iteration, n)
         if begin > free_at:
             self.spans.append(Span(SERVER, lane, "u", *place, free_at, begin, waiting=True, device=device))

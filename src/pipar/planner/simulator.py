@@ -86,7 +86,7 @@ def timeline(
     return sorted(shown, key=lambda span: span.start)
 
 
-_LOADED, _READY, _COMPUTED, _ENCODED, _ARRIVED, _SERVED, _STEPPED, _ANSWERED, _DECODED, _RETURNED, _MEASURED = range(11)
+LOADED, _READY, COMPUTED, _ENCODED, ARRIVED, _SERVED, _STEPPED, _ANSWERED, _DECODED, _RETURNED, _MEASURED = range(11)
 
 
 class _TooLong(Exception):  # noqa: N818 - nothing is wrong with it
@@ -149,7 +149,7 @@ class SimulatedEpoch:
 
     def _load(self, device: SimulatedDevice, now: float) -> None:
         device.loads += 1
-        self._on_io(device, now, "load", 0, device.times[device.loads - 1].load, _LOADED)
+        self._on_io(device, now, "load", 0, device.times[device.loads - 1].load, LOADED)
 
     def _on_io(self, device: SimulatedDevice, now: float, kind: str, n: int, seconds: float, then: int) -> None:
         begin = max(now, device.io_free)
@@ -181,7 +181,7 @@ class SimulatedEpoch:
             return
         device.working = device.times[number]
         # References to activations that the server has kept are all sent at the same time.
-        device.order = _order(len(device.working.fc), device.plan.window if any(device.working.fc) else 0)
+        device.order = order_of(len(device.working.fc), device.plan.window if any(device.working.fc) else 0)
         device.place = device.forwarded = device.encoded = device.answered = 0
         device.decoded_at = []
         self._compute_next(device, now)
@@ -209,7 +209,7 @@ class SimulatedEpoch:
         device.compute_s += end - now
         if device.watched:
             self._compute_span(device, kind, n + 1, now, end)
-        self._schedule(end, _COMPUTED, device)
+        self._schedule(end, COMPUTED, device)
 
     def _send_norm(self, device: SimulatedDevice, now: float) -> float:
         """Send the norm of a device's gradient; return when it also has the server's, and can step."""
@@ -260,7 +260,7 @@ class SimulatedEpoch:
         if device.watched:
             self._span(device, IO, "encode", n + 1, begin, ready)
             self._span(device, UPLINK, "u", n + 1, up_begin, device.up_free)
-        self._schedule(device.up_free + device.latency, _ARRIVED, device)
+        self._schedule(device.up_free + device.latency, ARRIVED, device)
 
     def _encoded(self, device: SimulatedDevice, now: float) -> None:
         """Continue after a micro-batch, or a chunk of it, that the next one has waited for is encoded."""
@@ -284,7 +284,7 @@ class SimulatedEpoch:
     def _send_chunk(self, device: SimulatedDevice, now: float) -> None:
         """Send a chunk of a micro-batch's activations while the next one is encoded."""
         assert device.working is not None
-        n, chunks = device.encoded, device.working.up_chunks[device.encoded]
+        n, chunks = device.encoded, device.working.up_sent[device.encoded]
         begin, seconds = max(now, device.up_free), device.working.u[n] * chunks[device.chunks]
         if device.watched and device.chunks and begin > device.up_free:  # the link has waited for this chunk
             self._span(device, UPLINK, "u", n + 1, device.up_began, device.up_free)
@@ -299,7 +299,7 @@ class SimulatedEpoch:
         device.chunks = 0
         if device.watched:
             self._span(device, UPLINK, "u", n + 1, device.up_began, device.up_free)
-        self._schedule(device.up_free + device.latency, _ARRIVED, device)
+        self._schedule(device.up_free + device.latency, ARRIVED, device)
         device.encoded, device.encoding, device.encode_free = n + 1, False, now
         self._encode_waiting(device, now)
 
@@ -379,7 +379,7 @@ class SimulatedEpoch:
         # Chunks are sent as they are encoded: from the first one on, but the last not before it is encoded.
         first = now - device.slower * device.batch.answer[n] * (1.0 - chunks[0])
         begin = max(first, device.down_free)
-        device.down_free = max(begin + seconds, now + seconds * chunks[-1])
+        device.down_free = max(begin + seconds, now + seconds * device.batch.down_sent[n][-1])
         device.down_s += seconds
         if device.watched:
             self._span(device, DOWNLINK, "d", n + 1, begin, device.down_free)
@@ -500,5 +500,5 @@ class SimulatedEpoch:
 
 
 @lru_cache(maxsize=1024)
-def _order(micro_batches: int, window: int) -> tuple[tuple[bool, int], ...]:
+def order_of(micro_batches: int, window: int) -> tuple[tuple[bool, int], ...]:
     return tuple((stage.kind == "fc", stage.micro_batch - 1) for stage in device_order(micro_batches, window))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -38,8 +38,10 @@ class BatchTimes:
     server_step: float
     contention: list[float]  # the share by which every other busy core lengthens a job of the server
     answer: list[float]  # the encode at the end of `served`
-    up_chunks: list[ChunkShares]  # of activations: each is sent while the next one is encoded
+    up_chunks: list[ChunkShares]  # of encoding activations: each chunk is sent while the next one is encoded
     down_chunks: list[ChunkShares]
+    up_sent: list[ChunkShares]  # of u
+    down_sent: list[ChunkShares]
     noise: float = 0.0  # added to the inputs of the batch, between its load and its first forward
 
     @cached_property
@@ -56,7 +58,7 @@ class BatchTimes:
     @cached_property
     def after_server_s(self) -> float:
         """The least time from the end of the server's work on the last micro-batch to the end of the iteration."""
-        return self.d[-1] * self.down_chunks[-1][-1] + self.decode[-1] + self.bc[-1] + self.step
+        return self.d[-1] * self.down_sent[-1][-1] + self.decode[-1] + self.bc[-1] + self.step
 
 
 def work_key(member: Member, plan: Plan) -> tuple[object, ...]:
@@ -99,6 +101,7 @@ def _mean_times(fleet: Fleet, member: Member, plan: Plan, batch: int, sent: Batc
         u=mean(sent.u, lambda m: transfer_s(referring(m), member.link.up_bps)),
         served=[one - recalled * saved_s(m) for one, m in zip(sent.served, pieces, strict=True)],
         up_chunks=[_WHOLE] * len(pieces) if recalled == 1.0 else sent.up_chunks,
+        up_sent=[_WHOLE] * len(pieces) if recalled == 1.0 else sent.up_sent,
     )
 
 
@@ -119,8 +122,26 @@ def _sent_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTi
     def in_chunks(encoding: str, direction: str) -> list[ChunkShares]:
         if whole or (encoding == "raw" and not server.profile.crossing_bytes(p, direction)):
             return [_WHOLE] * len(pieces)
-        by_size = {m: server.profile.chunk_bytes(p, m, encoding, direction) for m in set(pieces)}
-        shares = {m: tuple(size / sum(sizes) for size in sizes) for m, sizes in by_size.items()}
+        coder = costs if direction == "up" else server
+        shares = {
+            m: _shares(
+                [
+                    coder.coding_s("encode", encoding, size)
+                    for size in server.profile.chunk_bytes(p, m, encoding, direction)
+                ]
+            )
+            for m in set(pieces)
+        }
+        return [shares[m] for m in pieces]
+
+    def on_link(encoding: str, direction: str) -> list[ChunkShares]:
+        if whole or (encoding == "raw" and not server.profile.crossing_bytes(p, direction)):
+            return [_WHOLE] * len(pieces)
+        profile, targets = (costs.profile, fleet.targets) if direction == "up" else (server.profile, None)
+        shares = {
+            m: _shares(chunk_frames(profile, plan, m, direction, 0 if targets is None else targets.of(m)))
+            for m in set(pieces)
+        }
         return [shares[m] for m in pieces]
 
     def answer(m: int) -> float:
@@ -158,6 +179,8 @@ def _sent_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTi
         answer=none if whole else each(answer),
         up_chunks=in_chunks(plan.up, "up"),
         down_chunks=in_chunks(plan.down, "down") if trains else [_WHOLE] * len(pieces),
+        up_sent=on_link(plan.up, "up"),
+        down_sent=on_link(plan.down, "down") if trains else [_WHOLE] * len(pieces),
         noise=costs.seconds(Work("noise", size_bytes=batch * fleet.noised_bytes)),
     )
 
@@ -211,12 +234,24 @@ def _crossing_s(
 def crossing_bytes(profile: Profile, plan: Plan, samples: int, direction: str, targets: int) -> int:
     """Return the bytes of a micro-batch's activations with these bytes of targets, or its gradients, with headers."""
     p, encoding = plan.split_point, plan.up if direction == "up" else plan.down
-    several = len(profile.crossing_bytes(p, direction))
-    if encoding == "raw" and not several:
+    if encoding == "raw" and not profile.crossing_bytes(p, direction):
         return framed_bytes(samples * profile.output_bytes(p) + targets)
-    sizes = profile.coded_bytes(p, samples, direction, encoding)
+    return sum(chunk_frames(profile, plan, samples, direction, targets))
+
+
+def chunk_frames(profile: Profile, plan: Plan, samples: int, direction: str, targets: int) -> list[int]:
+    """Return the bytes of the frame of each chunk; the targets follow the last one."""
+    p, encoding = plan.split_point, plan.up if direction == "up" else plan.down
+    several = len(profile.crossing_bytes(p, direction))
     header = HEADER_BYTES + 3 * 4 * several if several else _CODED_HEADER_BYTES
-    return sum(sizes) + targets + len(sizes) * header
+    sizes = [size + header for size in profile.coded_bytes(p, samples, direction, encoding)]
+    sizes[-1] += targets
+    return sizes
+
+
+def _shares(parts: Sequence[float]) -> ChunkShares:
+    total = sum(parts)
+    return tuple(part / total if total else 1.0 / len(parts) for part in parts)
 
 
 def message_bytes(fleet: Fleet, plan: Plan, batch: int) -> list[int]:
