@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
 from pipar.events import Drawn, EndedByCallback, EpochResult, Observer, RoundOver, Scores, ignore
@@ -12,16 +12,13 @@ from pipar.execution.spans import Span, Totals
 from pipar.job.job import Job
 from pipar.launch.assemble import assemble_bookkeeping, chooses_plans
 from pipar.launch.virtual import timing_only_setup
+from pipar.planner.replanner import MeasuredLink
 from pipar.planner.simulated_training import SimulatedTraining
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.server.epoch_results import RoundSummary
 from pipar.server.sampling import Draw
 
 Emit = Callable[[EpochResult, list[Span]], None]
-
-
-class _PlansChangeError(Exception):
-    """Devices get new plans during the training."""
 
 
 def why_programs(job: Job) -> str:
@@ -46,11 +43,24 @@ def why_programs(job: Job) -> str:
     reason = next((reason for holds, reason in reasons if holds), "")
     if reason or config.run.epochs == 1 or not (job.can_replan and chooses_plans(job)):
         return reason
-    try:
-        run_virtually(_Training(job, lambda *_: None, ignore, watch=frozenset(), checks_plans=True).run())
-    except _PlansChangeError:
-        return "devices get new plans"
-    return ""
+    return "devices get new plans" if run_virtually(_plans_change(job)) else ""
+
+
+async def _plans_change(job: Job) -> bool:
+    """Return whether a search finds other plans for a round of a training; the last one changes nothing any more."""
+    training = _Training(job, lambda *_: None, ignore, watch=frozenset())
+    replanner = training.books.replanner
+    assert replanner is not None
+    replanner.begin(job.links)
+    for number in range(1, job.config.run.epochs):
+        measured = training.train_round(number)
+        replanner.observe_round(measured)
+        while replanner.is_searching:
+            await asyncio.sleep(0)
+        found = replanner.take() or {}
+        if any(job.plans.get(name, plan) != plan for name, plan in found.items()):
+            return True
+    return False
 
 
 def simulate_training(
@@ -65,8 +75,7 @@ def simulate_training(
 
     Devices do not tell their progress, and none joins or leaves.
     """
-    training = _Training(job, emit, observe, accountant, should_stop, watch=job.traced_devices)
-    run_virtually(training.run())
+    _Training(job, emit, observe, accountant, should_stop, watch=job.traced_devices).run()
 
 
 class _Training:
@@ -81,68 +90,49 @@ class _Training:
         should_stop: Callable[[], bool] = lambda: False,
         *,
         watch: Container[str] | None,
-        checks_plans: bool = False,
     ) -> None:
+        self.books = assemble_bookkeeping(job, timing_only_setup(job, emit, observe, accountant=accountant))
         self._job, self._observe, self._should_stop = job, observe, should_stop
-        self._watch, self._checks_plans = watch, checks_plans
-        self._setup = timing_only_setup(job, emit, observe, accountant=accountant)
         self._draw = Draw(job.config.run.devices_per_round, job.config.run.seed)
-
-    async def run(self) -> None:
-        """Train all rounds, or until the caller wants no further one."""
-        job = self._job
-        self._books = books = assemble_bookkeeping(job, self._setup)
         fleet = replace(job.fleet(), recalled=0.0)
-        self._training = SimulatedTraining(fleet, job.orders(), draws=job.draws, watch=self._watch)
-        self._replanner = books.replanner if self._checks_plans else None
-        if self._replanner is not None:
-            self._replanner.begin(job.links)
-        for number in range(1, job.config.run.epochs + 1):
+        self._training = SimulatedTraining(fleet, job.orders(), draws=job.draws, watch=watch)
+
+    def run(self) -> None:
+        """Train all rounds, or until the caller wants no further one."""
+        for number in range(1, self._job.config.run.epochs + 1):
             if self._should_stop():
                 self._observe(EndedByCallback(number - 1))
                 break
-            await self._train_round(number)
+            self.train_round(number)
         self._training.stop()
         self._report()
 
-    async def _train_round(self, number: int) -> None:
-        training, books = self._training, self._books
-        names = self._draw.next(number, self._job.sizes.keys())
-        if self._job.draws:
-            self._observe(Drawn(number, tuple(names), len(self._job.sizes), self._draw.counts))
-        training.train(number, names if self._job.draws else None)
+    def train_round(self, number: int) -> Mapping[str, MeasuredLink]:
+        """Train a round; return the links as its traffic has shown them."""
+        job, training, books = self._job, self._training, self.books
+        names = self._draw.next(number, job.sizes.keys())
+        if job.draws:
+            self._observe(Drawn(number, tuple(names), len(job.sizes), self._draw.counts))
+        training.train(number, names if job.draws else None)
         self._report()  # of the round before
-        await self._measure(number)
+        measured = training.measured
+        books.results.measure_links(number, measured)
         training.average()
         done = training.finish()
         books.recorder.totals[number] = {"core": Totals(busy_s=done.busy_s)}
         books.recorder.spans[number] = done.spans
         self._record(number, names, done.seconds)
+        return measured
 
     def _report(self) -> None:
         """Let the reports of the last round arrive."""
         for one in self._training.reports():
-            self._books.results.add_trace(one.trace, one.downlink, one.bytes_up, one.bytes_down)
-
-    async def _measure(self, number: int) -> None:
-        """Tell the results what links have shown; raise if a search then finds other plans."""
-        measured, replanner = self._training.measured, self._replanner
-        self._books.results.measure_links(number, measured)
-        if replanner is None or number == self._job.config.run.epochs:
-            return
-        replanner.observe_round(measured)
-        while replanner.is_searching:
-            await asyncio.sleep(0)
-        plans = self._job.plans
-        if any(plans.get(name, plan) != plan for name, plan in (replanner.take() or {}).items()):
-            raise _PlansChangeError
+            self.books.results.add_trace(one.trace, one.downlink, one.bytes_up, one.bytes_down)
 
     def _record(self, number: int, names: list[str], seconds: float) -> None:
-        job, books = self._job, self._books
+        job, results = self._job, self.books.results
         counted = {name: job.sizes[name] for name in names}
-        passes = job.config.run.local_epochs
-        books.results.add_round(
-            number, RoundSummary(counted, None, seconds, passes=passes, is_drawn=job.draws), reporting=names
-        )
+        summary = RoundSummary(counted, None, seconds, passes=job.config.run.local_epochs, is_drawn=job.draws)
+        results.add_round(number, summary, reporting=names)
         self._observe(RoundOver(number, counted))
-        books.results.add_validation(number, Scores())
+        results.add_validation(number, Scores())
