@@ -7,8 +7,8 @@ Reading order:
 - `paper_estimate` (the paper's selection), `alone` (a plan for a device that joins), `simulator` (all devices together;
   `simulated_device` and `simulated_cores` are their state and the server's, `shared_host` a machine that both use),
   `timing` (its result), `bounds` (the least time of an epoch)
-- `simulated_training` (a whole training, for its times alone), `simulated_round` (one round of it), `simulated_party`
-  (a device between rounds)
+- `simulated_training` (a whole training, for its times alone), `simulated_round` (one round of it), `forward_phase`
+  (the first half of an iteration in one step), `simulated_party` (a device between rounds)
 - `search` (the search for the best plans), `search_settings`, `plan_evaluator` (simulates plans and remembers the
   results), `device_groups` (fleets of many kinds), `exhaustive` (all plans)
 - `whole_networks` (plans without a pipeline), `measured_epochs` (what plans really took), `compute_load` (how long

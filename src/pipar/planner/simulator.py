@@ -11,8 +11,8 @@
 If gradients are clipped by one norm, the server sends that of its gradient after d N, and the device that of its own
 after b_c N; then both step.
 
-A timing-only run of the same plans gives the same times, to the last digits, but runs the programs themselves and takes
-30 times as long. The planner compares hundreds of plans.
+The programs give the same times with sizes only, to the last digits, but take 30 times as long. The planner compares
+hundreds of plans.
 """
 
 from __future__ import annotations
