@@ -101,7 +101,7 @@ class Fleet:
         whole = self.server.profile.changing_bytes(1, self.layers)
         return round(whole * self.devices)
 
-    @property
+    @cached_property
     def devices(self) -> float:
         """How many devices take part, of which a sample has some."""
         return sum(member.stands_for for member in self.members)

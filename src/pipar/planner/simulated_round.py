@@ -271,7 +271,7 @@ class SimulatedRound(SimulatedEpoch):
         if not self._fleet.sends_changes(device.member, device.member.link.up_bps):
             return
         seconds = self._fleet.server.seconds(decoding(self._part_bytes(device.plan.split_point)))
-        begin, device.returned_at = self._cores.decode(now, seconds)
+        begin, device.returned_at = self._cores.decode(device, now, seconds)
         self._decoded_s += device.returned_at - begin
         if self._lanes is None:
             return
