@@ -135,6 +135,21 @@ MNIST_LIKE = "run --virtual --data synthetic --set data.shape=[1,28,28]"
 
 #: The command line (words split at blanks), and words that its one line has.
 COMMANDS = [
+    # accelerators
+    (
+        "run --virtual --set server.torch_device=cuda",
+        "server.torch_device = 'cuda', but torch finds no accelerator on this machine: write 'auto', 'cpu', or install",
+    ),
+    (
+        "run --virtual --set devices.torch_device=xpu:1",
+        "devices.torch_device = 'xpu:1', but torch finds no accelerator",
+    ),
+    ("run --set server.torch_device=GPU", "is not a device of torch: write auto, cpu, cuda, cuda:1 for the second one"),
+    (
+        "run --virtual --set model.dtype=float64 --set server.autocast=bf16",
+        "server.autocast = 'bf16' rounds to 8 bits what model.dtype = 'float64' asks to compute exactly",
+    ),
+    ("run --set devices.autocast=fp16", "devices.autocast"),
     # unknown words
     ("runn", "'runn' is not a command; there are certs, compare, completion, cuts, data,"),
     ("data fetch", "'fetch' is not a command; there are get, list"),

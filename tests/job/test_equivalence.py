@@ -37,6 +37,9 @@ FACTS = EquivalenceFacts(5, [CUT])
         *(({"plans": [replace(CUT, up=name, down=name)]}, []) for name in ("sparse", "planes", "sparse-planes")),
         ({"clips_by_side": True}, ["clipping by side"]),
         ({"clips_by_side": True, "plans": [WHOLE]}, []),  # the device has the whole gradient
+        ({"device_autocast": True, "plans": [WHOLE]}, ["bfloat16"]),
+        ({"server_autocast": True}, ["bfloat16"]),
+        ({"server_autocast": True, "plans": [WHOLE]}, []),  # the server only averages
         ({"adapters": True, "averaged": 2}, ["LoRA averaging"]),
         ({"adapters": True, "averaged": 1}, []),
         ({"noisy_inputs": True, "dropout": True}, ["dropout", "noise on inputs"]),

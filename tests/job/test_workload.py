@@ -77,7 +77,8 @@ def configuration(**sections: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def _nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(workload: Workload, model: nn.Sequential, _: object) -> Profile:
+    def made(workload: Workload, model: nn.Sequential, _: object, *, on: object) -> Profile:
+        assert on == ("cpu", "off")
         return hand_made_profile(model, workload.samples.input_shape, workload.config.model.dtype)
 
     monkeypatch.setattr("pipar.job.prepare.measured_profile", made)

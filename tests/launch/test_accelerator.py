@@ -13,16 +13,26 @@ import pytest
 import torch
 from support import networks, stand_in
 from support.over_grpc import train_over_grpc
-from support.training import Case, make_job, train_by_script, train_workload
+from support.training import Case, largest_error, make_job, train_by_script, train_workload
 
+from pipar.cli import doctor_checks
 from pipar.cutting import frozen
+from pipar.errors import ConfigError
 from pipar.events import ignore
+from pipar.job.equivalence import equivalence_reasons
 from pipar.job.model_setup import deterministic, make_learner
+from pipar.job.torch_devices import accelerator_memory
 from pipar.launch.virtual import train_virtually
 from pipar.methods import Plan
 from pipar.nn import device_part, loss_sum, optimizers, parts, server_part
 from pipar.nn.learner import TorchLearner
 from pipar.planner import replanner
+from pipar.profiling import repeated_timing
+from pipar.profiling.layer_times import training_pass
+from pipar.profiling.measure import measure_profile
+from pipar.profiling.measurement_task import Batch, Measurement
+from pipar.profiling.profile import Profile
+from pipar.settings.config import device_specs
 from pipar.tensors import bodies, crossing, torch_device
 from pipar.tensors.bodies import weights_sha256
 
@@ -165,6 +175,118 @@ def check_threads() -> None:
 
 def test_lanes_in_threads_with_streams_of_their_own_train_the_same_weights() -> None:
     stand_in.in_child(check_threads)
+
+
+# --- bfloat16
+
+
+@pytest.mark.parametrize("norm", ["none", "batch"])
+def test_autocast_trains_other_weights_that_are_not_called_exact(norm: str) -> None:
+    case = replace(PIPAR, norm=norm, encoding="sparse-planes", split_points=(1, 2))
+    workload = case.workload()
+    server, devices = ({"autocast": "bf16"} for _ in range(2))
+    config = workload.config
+    workload.config = config.model_copy(
+        update={
+            "server": config.server.model_copy(update=server),
+            "devices": tuple(one.model_copy(update=devices) for one in config.devices),
+        }
+    )
+    trained = train_workload(workload)
+    plain = train_workload(case.workload())
+    assert "bfloat16" in equivalence_reasons(trained.job.equivalence_facts)
+    assert "bfloat16" not in equivalence_reasons(plain.job.equivalence_facts)
+    error = largest_error(trained.state, plain.state)
+    assert 1e-6 < error < 0.05
+
+
+# --- profiles, memory and bad input
+
+
+def measured() -> tuple[Profile, Profile]:
+    workload = PIPAR.workload()
+    model = workload.checked_model()
+    quick = Measurement(
+        model=model,
+        model_name="vgg5",
+        form=workload.samples.form,
+        training=workload.task,
+        batch_size=20,
+        budget_s=0.05,
+    )
+    with patch.object(repeated_timing, "PAUSE_S", 0.0):
+        on_cpu = measure_profile(quick)
+        return on_cpu, measure_profile(replace(quick, torch_device=torch_device.TorchDevice(stand_in.NAME)))
+
+
+def test_a_profile_of_an_accelerator_names_it_and_has_its_own_place_in_the_cache() -> None:
+    on_cpu, placed = stand_in.in_child(measured)
+    assert (on_cpu.accelerator, placed.accelerator) == ("", "Stand-In 1")
+    assert placed.machine == f"{on_cpu.machine}, Stand-In 1"
+    assert placed.how.endswith("on standin")
+    assert all(min(*layer.forward_s, *layer.backward_s) > 0 for layer in placed.layers)
+    assert placed.step_s + placed.step_s_per_byte > 0
+    assert [layer.saved_bytes for layer in placed.layers] == [layer.saved_bytes for layer in on_cpu.layers]
+    assert Profile.from_json(placed.to_json()) == placed
+
+
+def timed_passes() -> tuple[int, int]:
+    """Return how often the stream was synchronised in a pass, and how many measurements a pass has."""
+    workload = PIPAR.workload()
+    device = torch_device.TorchDevice(stand_in.NAME)
+    model = device.place(workload.checked_model())
+    batch = Batch.random(4, workload.samples.form, workload.task, torch.float32).on(device)
+    waits = 0
+    synchronize = stand_in.Stream.synchronize
+
+    def counted(stream: stand_in.Stream) -> None:
+        nonlocal waits
+        waits += 1
+        synchronize(stream)
+
+    with patch.object(stand_in.Stream, "synchronize", counted):
+        training_pass(model, batch, device=device)
+    return waits, 2 * len(model) + 2 + len(model) - 1
+
+
+def test_each_time_of_an_accelerator_is_taken_when_its_work_is_done() -> None:
+    waits, measurements = stand_in.in_child(timed_passes)
+    assert waits == measurements
+
+
+def shared_memory() -> list[Any]:
+    case = replace(PIPAR, torch_device="auto")
+    config = case.workload().config
+    alone = replace(case, torch_device="cpu").workload().config
+    only_server = alone.model_copy(update={"server": config.server})
+    return [accelerator_memory(one, device_specs(one)) for one in (config, alone, only_server)]
+
+
+def test_those_who_compute_on_one_accelerator_share_its_memory() -> None:
+    half = stand_in.MEMORY_BYTES // 2
+    both, alone, only_server = stand_in.in_child(shared_memory)
+    assert both == (half, {f"phone-{letter}": half // 3 for letter in "abc"})
+    assert alone == (None, {})
+    assert only_server == (stand_in.MEMORY_BYTES, {})
+
+
+def found_here() -> tuple[Any, ...]:
+    found = torch_device.find_torch_device("auto", "server.torch_device")
+    facts = doctor_checks.torch_facts()
+    return found.name, str(found), doctor_checks.check_accelerators(facts).found
+
+
+def test_auto_is_the_accelerator_of_this_machine_which_the_doctor_names() -> None:
+    assert stand_in.in_child(found_here) == ("standin", *("standin (Stand-In 1, 1.1 GB)",) * 2)
+    assert torch_device.find_torch_device("auto", "server.torch_device") == torch_device.CPU
+    assert "none that torch finds" in doctor_checks.check_accelerators(doctor_checks.torch_facts()).found
+
+
+def test_float64_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"server.torch_device = 'mps' cannot compute in float64"):
+        torch_device.TorchDevice("mps").check_dtype("float64", "server.torch_device")
+    torch_device.TorchDevice("mps").check_dtype("float32", "server.torch_device")
+    torch_device.TorchDevice("cuda").check_dtype("float64", "server.torch_device")
 
 
 # --- mistakes that have to be found

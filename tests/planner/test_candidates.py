@@ -15,7 +15,7 @@ from pipar.planner.candidates import allowed_plans, candidates
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
 from pipar.planner.simulator import simulate
-from pipar.profiling.memory import BASE_BYTES, training_bytes
+from pipar.profiling.memory import BASE_BYTES, replica_bytes, training_bytes
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.settings.links import Link
 
@@ -172,6 +172,23 @@ def test_no_epoch_beats_the_least_times_of_its_plans(rng: random.Random, window:
 
 def leaking(*cuts: int, method: str = "pipar") -> Fleet:
     return replace(with_method(method), leaky_cuts=frozenset(cuts))
+
+
+def test_every_plan_fits_into_the_memory_of_the_servers_accelerator() -> None:
+    # Weights, gradients and momentum of two layers, one gradient more, and what 12 samples keep in both.
+    assert replica_bytes(PROFILE, Plan(2, 1), 12) == 2 * 100 * 3 + 100 + 12 * (2 * 1000 + 100)
+    assert replica_bytes(PROFILE, Plan(4, 1), 12) == 0
+    for memory in (0, 5_000, 20_000, 60_000):
+        fitting = [plan for plan in plans() if replica_bytes(PROFILE, plan, 12) <= memory]
+        assert plans(replace(FLEET, replica_memory_bytes=memory)) == fitting
+    assert plans(replace(FLEET, replica_memory_bytes=0)) == [Plan(4, 1)]  # nothing is at the server
+
+
+def test_the_error_for_an_accelerator_that_is_too_small_says_what_would_help() -> None:
+    small = replace(with_method("sfl"), replica_memory_bytes=5 << 10)
+    says = "The server's accelerator has 0 MiB of memory .* P=3 N=1.* needs 1 MiB: .* server.torch_device = 'cpu'"
+    with pytest.raises(PlanError, match=says):
+        plans(small)
 
 
 def test_no_plan_has_a_cut_that_leaks_too_much() -> None:

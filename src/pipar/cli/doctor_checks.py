@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from pipar.cli.machine_limits import Limits, available_memory, limits
 from pipar.data.catalog import DatasetInfo, data_folder, known_datasets
-from pipar.errors import ConfigError
+from pipar.errors import ConfigError, describe
 from pipar.monitoring.tracker import TRACKER_PACKAGES, is_package
 from pipar.profiling.cache import cache_folder, usable_cores
 from pipar.profiling.memory import BASE_BYTES
@@ -88,10 +88,12 @@ class Finding:
 
 def examine(config: Config) -> list[Finding]:
     """Return the results of all checks on this machine, for this configuration."""
+    facts = torch_facts()
     return [
         check_python(sys.version_info[:3]),
         check_packages(required_packages(), loading_errors(list(NATIVE_MODULES))),
-        check_torch(torch_facts()),
+        check_torch(facts),
+        check_accelerators(facts),
         check_cores(os.cpu_count() or 1, usable_cores(), limits().cores),
         check_memory(available_memory(), limits()),
         check_open_files(open_files.limits()[1]),
@@ -174,6 +176,7 @@ class TorchFacts:
     capability: str = ""
     import_s: float = 0.0
     error: str = ""
+    accelerators: tuple[str, ...] = ()
 
 
 def torch_facts() -> TorchFacts:
@@ -184,7 +187,19 @@ def torch_facts() -> TorchFacts:
     torch: Any = sys.modules["torch"]
     took = time.monotonic() - began
     capability = str(torch.backends.cpu.get_cpu_capability())
-    return TorchFacts(str(torch.__version__), int(torch.get_num_threads()), capability, took)
+    found = tuple(_accelerators())
+    return TorchFacts(str(torch.__version__), int(torch.get_num_threads()), capability, took, accelerators=found)
+
+
+def _accelerators() -> Iterator[str]:
+    """Yield what each accelerator is that torch finds, or why it cannot be used."""
+    from pipar.tensors.torch_device import TorchDevice, accelerators  # imports torch
+
+    for name in accelerators():
+        try:
+            yield str(TorchDevice(name))
+        except Exception as error:  # noqa: BLE001 - a driver may raise anything
+            yield f"{name} ({describe(error)})"
 
 
 def check_torch(facts: TorchFacts) -> Finding:
@@ -196,6 +211,13 @@ def check_torch(facts: TorchFacts) -> Finding:
     if facts.capability in ("DEFAULT", "NO AVX"):
         return Finding("torch", "advice", words, "It uses no vector instructions on this machine: training is slow.")
     return Finding("torch", "ok", words)
+
+
+def check_accelerators(facts: TorchFacts) -> Finding:
+    """Judge what a torch_device may be; a machine without accelerators trains on its CPU."""
+    return Finding(
+        "accelerators", "ok", "; ".join(facts.accelerators) or "none that torch finds: training uses the CPU"
+    )
 
 
 # --- cores and memory

@@ -12,6 +12,7 @@ from pipar.cli.command_group import example
 from pipar.cli.options import CONFIG, JSON, NETWORK, SET, load, options, save, watched
 from pipar.errors import InputError
 from pipar.events import LOADING, Preparing, Starting
+from pipar.settings.config import Config
 from pipar.settings.wording import training_text
 from pipar.units import parse_size
 
@@ -66,7 +67,13 @@ def profile(
         workload.observe = display.observe
         model = workload.checked_model()
         measured = measured_profile(
-            workload, model, display.observe, fresh=True, budget_s=budget, memory_bytes=memory_bytes
+            workload,
+            model,
+            display.observe,
+            fresh=True,
+            budget_s=budget,
+            memory_bytes=memory_bytes,
+            on=_computes_on(loaded),
         )
     if output is not None:
         save(measured.to_json(), output)
@@ -88,3 +95,9 @@ def _size(text: str | None) -> int | None:
     if size < 1:
         raise InputError(f"--memory {text} is too small; give a size above 0, as in 512MiB.")
     return size
+
+
+def _computes_on(config: Config) -> tuple[str, str]:
+    """Return what to measure: what the server computes on or, if that is the CPU, what the first devices do."""
+    server, devices = ((one.torch_device, one.autocast) for one in (config.server, config.devices[0]))
+    return devices if server == ("cpu", "off") else server

@@ -23,6 +23,8 @@ class EquivalenceFacts:
     noisy_updates: bool = False
     noisy_inputs: bool = False
     randomised_labels: bool = False
+    device_autocast: bool = False  # a device computes in bfloat16
+    server_autocast: bool = False
     clips_by_side: bool = False  # gradients are clipped by the norm of each side of the cut
 
     @property
@@ -43,6 +45,7 @@ _REASONS: Mapping[str, Callable[[EquivalenceFacts], bool]] = {
     "randomised labels": lambda facts: facts.randomised_labels and bool(facts.cuts),
     "lossy encoding": lambda facts: any({plan.up, plan.down} & set(LOSSY) for plan in facts.cuts),
     "clipping by side": lambda facts: facts.clips_by_side and bool(facts.cuts),
+    "bfloat16": lambda facts: facts.device_autocast or (facts.server_autocast and bool(facts.cuts)),
     "LoRA averaging": lambda facts: facts.adapters and facts.averaged > 1,
 }
 REASONS = tuple(_REASONS)

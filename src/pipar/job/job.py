@@ -83,6 +83,7 @@ class Job:
     evaluation_sizes: Mapping[str, int] = field(default_factory=dict)  # of devices that evaluate models, if known
     hosted: frozenset[str] = frozenset()  # devices on the server's machine, which share its cores
     measured_links: Mapping[str, Link] = field(default_factory=dict)  # between machines, when devices joined
+    server_memory_bytes: int | None = None  # of its accelerator; None: the CPU, or unknown
 
     @property
     def method(self) -> Method:
@@ -151,6 +152,16 @@ class Job:
             noisy_inputs=privacy.pixel_epsilon is not None,
             randomised_labels=privacy.label_epsilon is not None,
             clips_by_side=self.config.optimizer.clips_by_side,
+            device_autocast=self._devices_autocast,
+            server_autocast=self.config.server.autocast != "off",
+        )
+
+    @property
+    def _devices_autocast(self) -> bool:
+        """Whether a device computes in bfloat16, by the configuration or by the profile that it has measured."""
+        profiles = {id(one): one for one in self.device_profiles.values()}
+        return any({one.autocast for one in self.specs} - {"off"}) or any(
+            one.autocast != "off" for one in profiles.values()
         )
 
     @property
@@ -248,8 +259,16 @@ class Job:
             recalled=1.0 - 1.0 / config.run.epochs if self.steady_layers else 0.0,  # the mean over all epochs
             targets=self.target_size,
             host=SharedHost(usable_cores(), min(1.0, config.server.speed)) if self.hosted else None,
+            replica_memory_bytes=self._replica_memory_bytes(len(members)),
         )
         return calibrated(fleet, Calibration(links=self.measured_links)) if self.measured_links else fleet
+
+    def _replica_memory_bytes(self, devices: int) -> int | None:
+        """Return the bytes of the server's accelerator for the layers of each device that takes part in a round."""
+        if self.server_memory_bytes is None:
+            return None
+        replicas = drawn_devices(self.config.run.devices_per_round, devices)
+        return self.server_memory_bytes // (1 if self.method.shares_server_model else max(1, replicas))
 
     @property
     def noised_bytes(self) -> int:

@@ -16,8 +16,10 @@ from pipar.execution.schedule import count_batches, count_steps
 from pipar.job.job import Job
 from pipar.job.plans import Rehearse, with_plans
 from pipar.job.profiles import (
+    ON_CPU,
     NetworkProfiles,
     cached_profile,
+    computes_on,
     count_network,
     counts_of_shape,
     measured_profile,
@@ -100,7 +102,7 @@ def unplanned_job(workload: Workload, observe: Observer = ignore, *, needs_data:
         workload.model_name,
         batch_statistics=batch_statistics,
         count=lambda: count_network(workload, model),
-        measure=lambda: measured_profile(workload, model, observe),
+        measure=lambda on: measured_profile(workload, model, observe, on=on),
     )
     subject = workload.subject
     job = _job(workload.config, profiles, sizes, subject)
@@ -146,9 +148,9 @@ def unplanned_timing_only_job(config: Config, observe: Observer = ignore) -> Job
             (None if config.model.freeze else known_counts(config.model.name, config.model.norm, shape, classes))
             or counts_of_shape(config, shape, classes)
         ),
-        measure=lambda: (
-            cached_profile(profile_key(config, shape, classes), config.optimizer)
-            or profile_of_shape(config, shape, classes, observe)
+        measure=lambda on: (
+            (cached_profile(profile_key(config, shape, classes), config.optimizer) if on == ON_CPU else None)
+            or profile_of_shape(config, shape, classes, observe, on)
         ),
     )
     job = _job(config, profiles, sizes, Subject.of(config, config.model.name, config.data.name, shape))
@@ -248,12 +250,13 @@ def check_given_plans(config: Config, specs: Iterable[DeviceSpec], layers: int, 
 
 def _job(config: Config, profiles: NetworkProfiles, sizes: Mapping[str, int], subject: Subject) -> Job:
     specs = tuple(replace(spec, memory_bytes=device_memory(spec)) for spec in device_specs(config))
+    server_memory, specs = with_accelerator_memory(config, specs)
     _check_cores(config)
     limit = LeakageLimit.of(config, subject)
     profiles.check_given([config.server.profile, *(spec.profile for spec in specs)])
-    server = profiles.of_server(config.server.profile)
+    server = profiles.of_server(config.server.profile, computes_on(config.server))
     check_given_plans(config, specs, len(server.layers), profiles.model)
-    devices = {spec.name: profiles.of(spec.profile) for spec in specs}
+    devices = {spec.name: profiles.of(spec.profile, computes_on(spec)) for spec in specs}
     check_schedule(config, sizes, batch_statistics=profiles.batch_statistics)
     config = _with_cores(config)
     return Job(
@@ -270,6 +273,20 @@ def _job(config: Config, profiles: NetworkProfiles, sizes: Mapping[str, int], su
         leaky_cuts={} if limit is None else limit.leaky_cuts([layer.name for layer in server.layers]),
         leakage_guess=None if limit is None else limit.table.guess,
         sample_bytes=sample_bytes(subject.input_shape, config.model.dtype),
+        server_memory_bytes=server_memory,
+    )
+
+
+def with_accelerator_memory(config: Config, specs: tuple[DeviceSpec, ...]) -> tuple[int | None, tuple[DeviceSpec, ...]]:
+    """Return the memory of the server's accelerator, and devices with that of theirs, unless they have a limit."""
+    if {config.server.torch_device, *(spec.torch_device for spec in specs)} == {"cpu"}:
+        return None, specs
+    from pipar.job.torch_devices import accelerator_memory  # imports torch, which a run with profiles does without
+
+    server, devices = accelerator_memory(config, specs)
+    return server, tuple(
+        replace(spec, memory_bytes=devices.get(spec.name) if spec.memory_bytes is None else spec.memory_bytes)
+        for spec in specs
     )
 
 

@@ -30,7 +30,7 @@ from pipar.profiling.operation_counts import (
     with_shares,
 )
 from pipar.profiling.profile import LayerProfile, Profile
-from pipar.settings.config import Config
+from pipar.settings.config import Config, DeviceSection, DeviceSpec, ServerSection
 from pipar.settings.config_file import config_from, config_tree
 from pipar.settings.optimizers import OWN, step_cost
 from pipar.settings.training_sections import OptimizerSection, TaskSection
@@ -51,6 +51,16 @@ _LAYERS_SHARE = 0.9
 _SAMPLES_FOR_SHARES = 10
 
 
+#: A torch_device and an autocast of the configuration.
+ComputesOn = tuple[str, str]
+ON_CPU = ("cpu", "off")
+
+
+def computes_on(of: ServerSection | DeviceSection | DeviceSpec) -> ComputesOn:
+    """Return what the server or a device computes on."""
+    return of.torch_device, of.autocast
+
+
 class NetworkProfiles:
     """The profiles of one network: of named machines, from files, or of this machine; each is made once.
 
@@ -64,19 +74,20 @@ class NetworkProfiles:
         *,
         batch_statistics: bool,
         count: Callable[[], Counts],
-        measure: Callable[[], Profile],
+        measure: Callable[[ComputesOn], Profile],
     ) -> None:
         self.model = model
         self.batch_statistics = batch_statistics
         self._config = config
         self._count, self._measure = cache(count), measure
-        self._made: dict[str | None, Profile] = {}
+        self._made: dict[tuple[str | None, ComputesOn], Profile] = {}
 
-    def of(self, given: str | None) -> Profile:
-        """Return the profile of a named machine or from a file; None is this machine."""
-        if given not in self._made:
-            self._made[given] = self._measure() if given is None else self._given(given)
-        return self._made[given]
+    def of(self, given: str | None, on: ComputesOn = ON_CPU) -> Profile:
+        """Return the profile of a named machine or from a file; None is this machine, computing on this."""
+        key = (given, on if given is None else ON_CPU)
+        if key not in self._made:
+            self._made[key] = self._measure(on) if given is None else self._given(given)
+        return self._made[key]
 
     def check_given(self, profiles: Iterable[str | None]) -> None:
         """Raise for wrong files and names, before this machine is measured, which takes seconds."""
@@ -84,9 +95,9 @@ class NetworkProfiles:
             if given is not None:
                 self.of(given)
 
-    def of_server(self, given: str | None) -> Profile:
+    def of_server(self, given: str | None, on: ComputesOn = ON_CPU) -> Profile:
         """Return the profile of the server, which must have all layers."""
-        profile = self.of(given)
+        profile = self.of(given, on)
         if not profile.whole:
             raise ConfigError(
                 f"The server's profile ({given or 'this machine'}) has only the first {len(profile.layers)} of "
@@ -215,12 +226,14 @@ def measured_profile(
     fresh: bool = False,
     budget_s: float = 2.0,
     memory_bytes: int | None = None,
+    on: ComputesOn = ON_CPU,
 ) -> Profile:
     """Return this machine's profile of the network: from the cache of an earlier run, or measured now.
 
     If the network does not fit into `memory_bytes`, it is the profile of as many first layers as fit.
     """
     # Import torch, which a run with a cached profile does without.
+    from pipar.job.torch_devices import named_torch_device
     from pipar.networks.models import uses_batch_statistics
     from pipar.profiling.measure import measure_profile
     from pipar.profiling.measurement_task import Measurement
@@ -230,6 +243,9 @@ def measured_profile(
     shape, classes = workload.samples.input_shape, workload.samples.classes
     key = profile_key(config, shape, classes) if named else _own_profile_key(workload, model)
     key |= _functions_key(workload)
+    torch_device = named_torch_device(config, on)
+    if not torch_device.is_cpu or torch_device.autocast:
+        key |= {"torch_device": [torch_device.hardware, torch_device.autocast]}
     kept = None if fresh else _kept_profile(key, config, memory_bytes, batch_statistics=uses_batch_statistics(model))
     if kept is not None:
         return kept
@@ -247,6 +263,7 @@ def measured_profile(
         budget_s=budget_s,
         memory_bytes=memory_bytes,
         optimizer=workload.optimizer(),
+        torch_device=torch_device,
         rectified=None if known is None else [p for p, layer in enumerate(known, start=1) if layer.rectified],
     )
     profile = measure_profile(wanted)
@@ -356,10 +373,12 @@ def _known_counts(workload: Workload) -> Counts | None:
     return known_counts(config.model.name, config.model.norm, workload.samples.input_shape, workload.samples.classes)
 
 
-def profile_of_shape(config: Config, shape: tuple[int, ...], classes: int, observe: Observer) -> Profile:
+def profile_of_shape(
+    config: Config, shape: tuple[int, ...], classes: int, observe: Observer, on: ComputesOn = ON_CPU
+) -> Profile:
     """Return this machine's profile of the network for synthetic samples of this shape."""
     workload = _workload_of_shape(config, shape, classes)
-    return measured_profile(workload, workload.checked_model(), observe)
+    return measured_profile(workload, workload.checked_model(), observe, on=on)
 
 
 def counts_of_shape(config: Config, shape: tuple[int, ...], classes: int) -> Counts:

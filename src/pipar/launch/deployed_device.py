@@ -82,12 +82,17 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     check_schedule(config, {options.name: len(samples)}, batch_statistics=uses_batch_statistics(model))
     guard = device_guard(config, seed, cuts=allowed_cuts(workload, model), budget_file=budget_file)
     profile = without_sample_statistics(
-        config, measured_profile(workload, model, observe, memory_bytes=spec.memory_bytes)
+        config,
+        measured_profile(
+            workload, model, observe, memory_bytes=spec.memory_bytes, on=(spec.torch_device, spec.autocast)
+        ),
     )
     seed_dropout(config.run.seed, options.name, computes_on)
     build = part_builder(workload, options.name)
     lanes = partial(ThreadLanes, speed=spec.speed, accelerator=computes_on.accelerator)
-    memory_bytes = spec.memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_bytes = (
+        spec.memory_bytes or computes_on.memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
     terms = Terms(part_sizes(model), profile, memory_bytes, len(samples))
     evaluation = workload.evaluation_samples(options.name, Memory(profile, memory_bytes))
     equipment = Equipment(samples, build, lanes, profile, guard, terms, evaluation, clock_machine())

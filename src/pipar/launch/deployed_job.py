@@ -19,6 +19,7 @@ from pipar.job.model_setup import scores_on_test_set
 from pipar.job.plans import check_common
 from pipar.job.prepare import check_given_plans, sample_bytes
 from pipar.job.profiles import measured_profile
+from pipar.job.torch_devices import accelerator_memory
 from pipar.job.user_objects import UserObjects
 from pipar.job.workload import Workload
 from pipar.launch.deployed_process import unlisted_spec
@@ -73,7 +74,10 @@ def job_without_devices(workload: Workload, observe: Observer) -> Job:
         config=config,
         specs=(),
         sizes={},
-        server_profile=measured_profile(_workload_to_measure(workload), model, observe),
+        server_profile=measured_profile(
+            _workload_to_measure(workload), model, observe, on=(config.server.torch_device, config.server.autocast)
+        ),
+        server_memory_bytes=accelerator_memory(config, ())[0],
         device_profiles={},
         batch_statistics=uses_batch_statistics(model),
         dropout=uses_dropout(model),

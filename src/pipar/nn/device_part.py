@@ -90,7 +90,7 @@ class TorchDevicePart(Part):
             if self._has_loss:
                 output = self._task.share(output, mapped(piece.targets, self._torch_device.put), piece.batch_count)
                 self._losses.add(output, piece.batch_samples)
-        activation: Crossing = output
+        activation: Crossing = self._torch_device.widened(output)
         self._outputs[micro_batch] = activation
         return activation
 

@@ -14,7 +14,7 @@ from pipar.execution.work import Work
 from pipar.methods import METHODS, Method, Plan, check_plan
 from pipar.planner.encoding import with_encodings
 from pipar.planner.fleet import Auto, Fleet, Member, PlansByKind
-from pipar.profiling.memory import BASE_BYTES, fitting_window, training_bytes
+from pipar.profiling.memory import BASE_BYTES, fitting_window, replica_bytes, training_bytes
 
 #: Whether a {P, N} is considered.
 Allow = Callable[[int, int], bool]
@@ -43,10 +43,13 @@ def allowed_plans(fleet: Fleet, member: Member, only: Allow | None = None) -> li
     Each {P, N} comes once, with the best encodings for it; `only` restricts the {P, N}. Raises if there is none.
     """
     pairs = (pair for pair in _pairs(fleet, member) if only is None or only(*pair))
-    plans = [plan for p, n in pairs for plan in _in_memory(fleet, member, p, n)]
+    in_memory = [plan for p, n in pairs for plan in _in_memory(fleet, member, p, n)]
+    plans = [plan for plan in in_memory if _fits_server(fleet, plan)]
     if not plans:
         if problem := _too_leaky(fleet, member) or _too_few_layers(fleet, member):
             raise PlanError(problem)
+        if in_memory:
+            raise PlanError(_too_large_for_server(fleet, member, in_memory))
         raise TooLittleMemoryError(_too_little_memory(fleet, member))
     return with_encodings(fleet, member, plans)
 
@@ -117,6 +120,26 @@ def needed_bytes(fleet: Fleet, member: Member, plan: Plan) -> int:
         fleet.batch_size,
         batch_statistics=fleet.batch_statistics,
         keeps_base=fleet.keeps_base(member),
+    )
+
+
+def _replica_bytes(fleet: Fleet, plan: Plan) -> int:
+    return replica_bytes(fleet.server.profile, plan, fleet.batch_size, batch_statistics=fleet.batch_statistics)
+
+
+def _fits_server(fleet: Fleet, plan: Plan) -> bool:
+    """Return whether the memory of the server's accelerator suffices for the layers after the cut; the CPU's does."""
+    return fleet.replica_memory_bytes is None or _replica_bytes(fleet, plan) <= fleet.replica_memory_bytes
+
+
+def _too_large_for_server(fleet: Fleet, member: Member, plans: list[Plan]) -> str:
+    """Return what the smallest plan needs on the server's accelerator, and what would help."""
+    plan = min(plans, key=partial(_replica_bytes, fleet))
+    given = (fleet.replica_memory_bytes or 0) // 2**20
+    return (
+        f"The server's accelerator has {given} MiB of memory for the layers of {member.name}, but its smallest allowed "
+        f"plan there, {plan}, needs {_at_least_mib(_replica_bytes(fleet, plan))} MiB: use fewer devices or a smaller "
+        "run.batch_size, or write server.torch_device = 'cpu'."
     )
 
 

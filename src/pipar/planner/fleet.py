@@ -92,6 +92,7 @@ class Fleet:
     whole_models: bool = False  # no changes are sent, because devices rarely have the previous model
     recalled: float = 0.0  # the share of epochs in which devices refer to activations that the server has kept
     targets: TargetSize = LABELS  # the bytes of targets in a message with activations
+    replica_memory_bytes: int | None = None  # of the server's accelerator, for the layers of each device
     host: SharedHost | None = None  # the server's machine, if devices run on it, too
     measured: MeasuredEpochs = field(default_factory=MeasuredEpochs)  # what epochs have taken so far
 

@@ -21,10 +21,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipar" / "profiles"
 
 
-def machine_fingerprint() -> str:
-    """Return what a machine's times depend on, without its name: system, processor, cores and torch."""
+def machine_fingerprint(accelerator: str = "") -> str:
+    """Return what a machine's times depend on, without its name: system, processor, cores, torch and accelerator."""
     torch = metadata.version("torch")
-    return f"{platform.system()} {platform.machine()}, {_processor()}, {os.cpu_count()} cores, torch {torch}"
+    cpu = f"{platform.system()} {platform.machine()}, {_processor()}, {os.cpu_count()} cores, torch {torch}"
+    return f"{cpu}, {accelerator}" if accelerator else cpu
 
 
 def usable_cores() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +15,7 @@ from pipar.profiling.measurement_task import Batch, Progress
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.profiling.repeated_timing import Budget, rest
 from pipar.tensors.inputs import Inputs, call, with_gradient
+from pipar.tensors.torch_device import CPU, TorchDevice
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,13 @@ class Pass:
 
 
 def measure_passes(
-    model: nn.Sequential, batches: Sequence[Batch], budget: Budget, progress: Progress, *, with_loss: bool
+    model: nn.Sequential,
+    batches: Sequence[Batch],
+    budget: Budget,
+    progress: Progress,
+    *,
+    with_loss: bool,
+    device: TorchDevice = CPU,
 ) -> list[list[Pass]]:
     """Return the passes of each batch size.
 
@@ -36,18 +42,25 @@ def measure_passes(
     takes twice the budget.
     """
     warm_up: list[list[Pass]] = [[] for _ in batches]
-    _one_round(model, batches, warm_up, with_loss=with_loss, rests=False)
+    one_round = partial(_one_round, model, batches, with_loss=with_loss, device=device)
+    one_round(warm_up, rests=False)
     if budget.spent() >= 2.0:
         return warm_up
     passes: list[list[Pass]] = [[] for _ in batches]
     while budget.wants_another(len(passes[-1])):
-        _one_round(model, batches, passes, with_loss=with_loss, rests=True)
+        one_round(passes, rests=True)
         progress(min(0.9, 0.9 * budget.spent()))
     return passes
 
 
 def _one_round(
-    model: nn.Sequential, batches: Sequence[Batch], passes: list[list[Pass]], *, with_loss: bool, rests: bool
+    model: nn.Sequential,
+    batches: Sequence[Batch],
+    passes: list[list[Pass]],
+    *,
+    with_loss: bool,
+    rests: bool,
+    device: TorchDevice,
 ) -> None:
     largest = len(batches[-1])
     for batch, done in zip(batches, passes, strict=True):
@@ -58,11 +71,13 @@ def _one_round(
         for _ in range(max(1, min(4, largest // (8 * len(batch))))):
             if rests:
                 rest()
-            done.append(training_pass(model, batch, with_loss=with_loss))
+            done.append(training_pass(model, batch, with_loss=with_loss, device=device))
 
 
-def training_pass(model: nn.Sequential, batch: Batch, *, with_loss: bool = True) -> Pass:
+def training_pass(model: nn.Sequential, batch: Batch, *, with_loss: bool = True, device: TorchDevice = CPU) -> Pass:
     """Return the CPU seconds of each layer, forward and backward; without `with_loss`, the gradient is all ones.
+
+    On an accelerator, where the model and the batch are, they are the seconds until it has done its work.
 
     The graph stays in one piece, as within a device's or a server's part, and a hook at each cut notes when the
     gradient arrives there: a backward call for each layer would cost 8 % more on small micro-batches. The input needs
@@ -71,20 +86,22 @@ def training_pass(model: nn.Sequential, batch: Batch, *, with_loss: bool = True)
     output: Any = batch.inputs
     forward_s = []
     reached: dict[int, float] = {}
+    clock = device.clock
     for place, layer in enumerate(model, start=1):
-        start = time.thread_time()
-        output = call(layer, output)
-        if with_loss and place == len(model):
-            output = batch.loss(output)
-        forward_s.append(time.thread_time() - start)
+        start = clock()
+        with device.computing():
+            output = call(layer, output)
+            if with_loss and place == len(model):
+                output = batch.loss(output)
+        forward_s.append(clock() - start)
         if place < len(model):
-            _watch(output, partial(_note, reached, place))
+            _watch(output, partial(_note, reached, place, clock))
     ends = with_gradient(output)
     gradients = None if with_loss else [torch.ones_like(end) for end in ends]
-    reached[len(model)] = time.thread_time()
+    reached[len(model)] = clock()
     if ends:
         torch.autograd.backward(ends, gradients)
-    return Pass(tuple(forward_s), _backward_times(reached, time.thread_time(), len(model)))
+    return Pass(tuple(forward_s), _backward_times(reached, clock(), len(model)))
 
 
 def _watch(output: Inputs, note: Callable[[Tensor], None]) -> None:
@@ -93,8 +110,8 @@ def _watch(output: Inputs, note: Callable[[Tensor], None]) -> None:
         tensor.register_hook(note)  # type: ignore[no-untyped-call]
 
 
-def _note(reached: dict[int, float], place: int, _: Tensor) -> None:
-    reached[place] = time.thread_time()
+def _note(reached: dict[int, float], place: int, clock: Callable[[], float], _: Tensor) -> None:
+    reached[place] = clock()
 
 
 def _backward_times(reached: Mapping[int, float], end: float, layers: int) -> tuple[float, ...]:

@@ -34,6 +34,7 @@ from pipar.profiling.overheads import measure_overheads
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile, batch_sizes
 from pipar.profiling.repeated_timing import Budget
 from pipar.tensors.rectified import rectified_cuts
+from pipar.tensors.torch_device import TorchDevice
 from pipar.units import format_bytes
 
 #: Other cores that compute while contention is measured: enough to fill caches and memory.
@@ -133,7 +134,9 @@ def _sizes_only(task: Measurement) -> Profile:
             )
             for count in count_layers(task.model, task.form, run=True, task=task.training)
         ),
-        machine=machine_fingerprint(),
+        machine=machine_fingerprint(task.torch_device.hardware),
+        accelerator=task.torch_device.hardware,
+        autocast="bf16" if task.torch_device.autocast else "off",
         optimizer=task.optimizer.kind,
         state_copies=task.optimizer.state_copies(task.model),
     )
@@ -182,13 +185,17 @@ def _measure_layers(attempt: _Attempt, sizes: Profile, task: Measurement) -> Pro
     whole = attempt.layers == len(task.model)
     model = _first_layers(task.model, attempt.layers).to(task.dtype).train()
     batches = [Batch.random(size, task.form, task.training, task.dtype) for size in attempt.batch_sizes]
-    passes = measure_passes(model, batches, Budget(0.8 * task.budget_s), task.progress, with_loss=whole)
+    device = task.torch_device
+    placed: nn.Sequential = device.place(model)
+    batches = [batch.on(device) for batch in batches]
+    budget = Budget(0.8 * task.budget_s)
+    passes = measure_passes(placed, batches, budget, task.progress, with_loss=whole, device=device)
     measured = layer_profiles(sizes, passes, attempt.batch_sizes)
     layers, coding, (changes_share, changes) = _with_coding(measured, model, attempt, task)
-    overheads = measure_overheads(model, layers[0].output_bytes, task, with_loss=whole)
+    overheads = measure_overheads(model, placed, layers[0].output_bytes, task, with_loss=whole)
     coding = {name: _with_message(times, overheads) for name, times in coding.items()}
     coding["changes"] = changes
-    crowded = _contention(model, batches, sizes, task, with_loss=whole) if whole else ()
+    crowded = _contention(placed, batches, sizes, task, with_loss=whole) if whole else ()
     return replace(
         sizes,
         layers=layers,
@@ -197,7 +204,7 @@ def _measure_layers(attempt: _Attempt, sizes: Profile, task: Measurement) -> Pro
         total_layers=0 if whole else len(task.model),
         coding=coding,
         changes_share=changes_share,
-        how=_how(attempt, sizes, len(passes[-1])),
+        how=_how(attempt, sizes, len(passes[-1]), device),
         **overheads,  # type: ignore[arg-type]
     )
 
@@ -218,13 +225,14 @@ def _contention(
         return ()
 
     def run(network: nn.Sequential, number: int) -> object:
-        return training_pass(network, batches[number], with_loss=with_loss)
+        return training_pass(network, batches[number], with_loss=with_loss, device=task.torch_device)
 
     return measure_contention(model, len(batches), run, others=others, budget_s=0.5 * task.budget_s)
 
 
-def _how(attempt: _Attempt, sizes: Profile, passes: int) -> str:
-    how = f"median CPU time of {passes} training pass{'es' if passes > 1 else ''} on one thread"
+def _how(attempt: _Attempt, sizes: Profile, passes: int, device: TorchDevice) -> str:
+    count = f"{passes} training pass{'es' if passes > 1 else ''}"
+    how = f"median CPU time of {count} on one thread" if device.is_cpu else f"median time of {count} on {device.name}"
     largest = attempt.batch_sizes[-1]
     return how if largest == sizes.batch_sizes[-1] else f"{how}, above a batch of {largest} in proportion to it"
 

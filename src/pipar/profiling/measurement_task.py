@@ -14,6 +14,7 @@ from pipar.nn.optimizers import OptimizerSettings, sgd
 from pipar.tasks.losses import Targets
 from pipar.tasks.task import Task, target_form
 from pipar.tensors.inputs import InputForm, Inputs, in_dtype, mapped, tensors_of
+from pipar.tensors.torch_device import CPU, TorchDevice
 
 #: Called with the share of the measurement that is done.
 Progress = Callable[[float], None]
@@ -42,6 +43,7 @@ class Measurement:
     progress: Progress = _ignore
     budget_s: float = 2.0
     memory_bytes: int | None = None
+    torch_device: TorchDevice = CPU  # what the layers compute on
     rectified: Collection[int] | None = None  # split points after a ReLU, if known: finding them takes more forwards
     optimizer: OptimizerSettings = sgd(learning_rate=0.0)  # noqa: RUF009 - frozen
 
@@ -60,6 +62,10 @@ class Batch:
         generator = torch.Generator().manual_seed(size)
         inputs = InputForm.given(form).random(size, dtype, generator)
         return cls(inputs, task.random(size, generator), task)
+
+    def on(self, device: TorchDevice) -> Batch:
+        """Return the batch where a network is that computes on this device."""
+        return Batch(mapped(self.inputs, device.put), mapped(self.targets, device.put), self.task)
 
     def loss(self, output: Any) -> Tensor:
         """Return the mean loss of the batch, computed as in training."""

@@ -54,6 +54,19 @@ def training_bytes(
     return BASE_BYTES + weights + sum(pieces[:in_flight]) * saved + pieces[0] * working
 
 
+def replica_bytes(profile: Profile, plan: Plan, batch_size: int, *, batch_statistics: bool = False) -> int:
+    """Return the bytes that the layers of one device take on the server, while it serves a micro-batch of theirs."""
+    first, last = plan.split_point + 1, profile.network_layers
+    if first > last:
+        return 0
+    layers = profile.layers[plan.split_point :]
+    samples = cut_batch(batch_size, plan.micro_batches, batch_statistics=batch_statistics)[0]
+    largest = max(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
+    trained = math.ceil((1 + profile.state_copies) * profile.changing_bytes(first, last))
+    each = sum(layer.saved_bytes for layer in layers) + max(layer.working_bytes for layer in layers)
+    return profile.parameter_bytes(first, last) + trained + largest + samples * each
+
+
 def evaluation_bytes(profile: Profile, split_point: int, batch_size: int) -> int:
     """Return the bytes that a device's process needs to evaluate the whole network between two rounds.
 

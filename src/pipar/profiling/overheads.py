@@ -40,12 +40,15 @@ _AGGREGATED_BYTES = 200 << 20
 _AGGREGATED_COPIES = 5
 
 
-def measure_overheads(model: nn.Sequential, cut_bytes: int, task: Measurement, *, with_loss: bool) -> dict[str, float]:
+def measure_overheads(
+    model: nn.Sequential, placed: nn.Sequential, cut_bytes: int, task: Measurement, *, with_loss: bool
+) -> dict[str, float]:
     """Return the profile's fields for loading, coding, stepping, packing, installing, aggregating and noise.
 
     The functions are those that training calls. All but loading and noise run on a small and on a large object, for the
     cost of a call and the cost of a byte: one sample and a quarter of a batch at a cut with `cut_bytes` per sample; the
-    first layer and the whole network; the models of one device and of two.
+    first layer and the whole network; the models of one device and of two. `placed` is the model where it computes,
+    which the optimiser's steps and the exchange of models depend on.
     """
     budget_s = 0.2 * task.budget_s / 14
     fields = {"load_s": 0.0}
@@ -53,21 +56,21 @@ def measure_overheads(model: nn.Sequential, cut_bytes: int, task: Measurement, *
         load = partial(task.load, task.batch_size)
         fields["load_s"] = median_s(lambda: load, budget_s) / task.batch_size
     fields["noise_s_per_byte"] = _noise_s_per_byte(_light_layers(model), budget_s)
-    fields["backward_at_cut_s"] = _backward_at_cut_s(model, task, with_loss=with_loss)
+    fields["backward_at_cut_s"] = _backward_at_cut_s(placed, task, with_loss=with_loss)
     coding = [_coding(cut_bytes, samples, task) for samples in (1, max(2, task.batch_size // 4))]
     fields |= _lines(coding, budget_s) | _lines(_aggregations(model, task, with_loss=with_loss), budget_s)
     # A machine that is short of memory for training cannot hold whole models two or three times.
-    light = model if with_loss else _light_layers(model)
-    parts = [_exchange(part, task) for part in (_first_layers(model, 1), light)]
-    return fields | _lines(parts, budget_s)
+    light = placed if with_loss else _light_layers(placed)
+    parts = [_exchange(part, task) for part in (_first_layers(placed, 1), light)]
+    return fields | _lines(parts, budget_s, task.torch_device.clock)
 
 
-def _lines(sizes: Sequence[_Sized], budget_s: float) -> dict[str, float]:
+def _lines(sizes: Sequence[_Sized], budget_s: float, clock: Callable[[], float] = time.thread_time) -> dict[str, float]:
     """Return the cost of a call and of a byte of every kind of work, from a small and a large object."""
     small, large = sizes
     fields = {}
     for kind in small.work:
-        times = (median_s(small.work[kind], budget_s), median_s(large.work[kind], budget_s))
+        times = (median_s(small.work[kind], budget_s, clock), median_s(large.work[kind], budget_s, clock))
         fields[f"{kind}_s"], fields[f"{kind}_s_per_byte"] = line((small.size_bytes, large.size_bytes), times)
     return fields
 
@@ -89,19 +92,20 @@ def _backward_at_cut_s(model: nn.Sequential, task: Measurement, *, with_loss: bo
     times: a difference of two medians was mostly noise.
     """
     first = _first_layers(model, 1)
-    batch = Batch.random(2, task.form, task.training, task.dtype)
+    device, clock = task.torch_device, task.torch_device.clock
+    batch = Batch.random(2, task.form, task.training, task.dtype).on(device)
     ends = with_gradient(call(first, batch.inputs))
     if len(model) == 1 or not ends:
         return 0.0
     gradients = [torch.ones_like(end) for end in ends]
     in_one_piece, alone = [], []
     for _ in range(_CUT_REPETITIONS):
-        in_one_piece.append(training_pass(model, batch, with_loss=with_loss).backward_s[0])
+        in_one_piece.append(training_pass(model, batch, with_loss=with_loss, device=device).backward_s[0])
         ends = with_gradient(call(first, batch.inputs))
         rest(0.5)
-        start = time.thread_time()
+        start = clock()
         torch.autograd.backward(ends, gradients)
-        alone.append(time.thread_time() - start)
+        alone.append(clock() - start)
     return max(0.0, min(alone) - min(in_one_piece))
 
 
@@ -145,9 +149,9 @@ def _encode(activation: torch.Tensor, targets: Targets, training: Task) -> Body:
 
 def _exchange(module: nn.Sequential, task: Measurement) -> _Sized:
     """Return the optimiser's step and the exchange of this part of a network; its gradients are 0."""
-    part = TorchDevicePart(module, task.optimizer, has_loss=False)
+    part = TorchDevicePart(module, task.optimizer, has_loss=False, device=task.torch_device)
     part.unpack_and_install(_as_received(state_body(part.state())), keep_state=False)  # the first has frozen weights
-    inputs = Batch.random(2, task.form, task.training, task.dtype).inputs
+    inputs = Batch.random(2, task.form, task.training, task.dtype).on(task.torch_device).inputs
 
     def trained() -> Callable[[], object]:
         if ends := with_gradient(call(module, inputs)):

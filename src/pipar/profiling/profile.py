@@ -151,6 +151,8 @@ class Profile:
     optimizer: str = "sgd"  # of which `step_s` and `step_s_per_byte` are
     state_copies: float = 1.0  # values that it keeps for each trained one
     busy_cores: float = 0.0  # that other programs used while it was measured
+    accelerator: str = ""  # that computed the layers; empty for the CPU
+    autocast: str = "off"  # as in the configuration
 
     def __post_init__(self) -> None:
         problem = _problem(self)

@@ -39,10 +39,11 @@ class Budget:
         return done == 0 or (done < MOST_REPETITIONS and self.spent() < allowed)
 
 
-def median_s(ready: Ready, budget_s: float) -> float:
-    """Return the median CPU time of some work around the layers, after a first time that does not count.
+def median_s(ready: Ready, budget_s: float, clock: Callable[[], float] = time.thread_time) -> float:
+    """Return the median time of some work around the layers, after a first time that does not count.
 
-    It rests for half as long as between passes: there are many kinds of such work, and all are short.
+    It is CPU time, if no other clock is given. The work rests for half as long as between passes: there are many kinds
+    of such work, and all are short.
     """
     ready()()
     budget = Budget(budget_s)
@@ -50,7 +51,7 @@ def median_s(ready: Ready, budget_s: float) -> float:
     while budget.wants_another(len(times)):
         work = ready()
         rest(0.5)
-        start = time.thread_time()
+        start = clock()
         work()
-        times.append(time.thread_time() - start)
+        times.append(clock() - start)
     return median(times)

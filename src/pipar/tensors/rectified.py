@@ -74,9 +74,23 @@ def is_rectified(output: Tensor) -> bool:
     if output._backward_hooks:
         return False
     node = output.grad_fn
-    while node is not None and node.name() in _RESHAPING | _MAX_POOLING:
+    while node is not None and (node.name() in _RESHAPING | _MAX_POOLING or _widens(node)):
         node = node.next_functions[0][0]
     return node is not None and _is_relu(node)
+
+
+def _widens(node: Node) -> bool:
+    """Return True for a copy from bfloat16 to float32, which changes no value."""
+    if node.name() != "ToCopyBackward0":
+        return False
+    before = node.next_functions[0][0]
+    return before is not None and [_dtype_of(one) for one in (before, node)] == [torch.bfloat16, torch.float32]
+
+
+def _dtype_of(node: Node) -> torch.dtype:
+    """Return the dtype of what an operation gave."""
+    found: torch.dtype = node._input_metadata[0].dtype
+    return found
 
 
 def _is_relu(node: Node) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,6 +88,14 @@ class TorchDevice:
         if not self.is_cpu:
             self._backend.manual_seed(number)
 
+    def widened(self, output: Any) -> Any:
+        """Return one or several tensors as they cross a cut: in float32 what autocast has computed in 16 bits."""
+        if not self.autocast:
+            return output
+        if isinstance(output, tuple):
+            return tuple(map(self.widened, output))
+        return output.float() if output.dtype == torch.bfloat16 else output
+
     # --- lanes
 
     @property
@@ -102,6 +111,15 @@ class TorchDevice:
     def end_stage(self) -> None:
         """Return when everything is done that the calling thread has submitted."""
         _synchronize(self.device)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Return the clock that measures work: CPU time or, of an accelerator, when its work is done."""
+        return time.thread_time if self.is_cpu else self._now
+
+    def _now(self) -> float:
+        self.end_stage()
+        return time.perf_counter()
 
     # --- facts
 
@@ -146,6 +164,8 @@ def find_torch_device(name: str, what: str, *, autocast: bool = False) -> TorchD
 
     `what` is the key that has the name.
     """
+    if name == _CPU:
+        return TorchDevice(_CPU, autocast)
     present = accelerators()
     if name == "auto":
         return TorchDevice(present[0] if present else _CPU, autocast)
@@ -162,10 +182,11 @@ def find_torch_device(name: str, what: str, *, autocast: bool = False) -> TorchD
 
 def accelerators() -> list[str]:
     """Return the names of this machine's accelerators, as in ["cuda:0", "cuda:1"]."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    known = getattr(torch, "accelerator", None)  # torch has it from 2.6 on
+    found = known.current_accelerator() if known is not None and known.is_available() else None
+    if known is None or found is None:
         return []
-    count = torch.accelerator.device_count()
+    count = known.device_count()
     return [found.type] if count == 1 else [f"{found.type}:{number}" for number in range(count)]
 
 
