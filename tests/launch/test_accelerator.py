@@ -14,6 +14,7 @@ import torch
 from support import networks, stand_in
 from support.over_grpc import train_over_grpc
 from support.training import Case, largest_error, make_job, train_by_script, train_workload
+from torch import nn
 
 from pipar.cli import doctor_checks
 from pipar.cutting import frozen
@@ -97,7 +98,25 @@ def test_proximal_terms_clipping_and_frozen_layers_give_the_same_weights() -> No
     stand_in.in_child(check_all_same, cases)
 
 
+class Masked(nn.Module):
+    """A network that makes masks and positions: recorded, they are made on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.wide, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.stem(x.flatten(1)).view(-1, 4, 4)
+        with torch.no_grad():
+            positions = torch.arange(4, device=x.device).to(x.dtype) / 4
+        later = torch.ones(4, 4, device=x.device).triu(1).bool()
+        mixed = (rows @ rows.transpose(1, 2)).masked_fill(later, float("-inf")).softmax(-1) @ rows
+        found: torch.Tensor = self.head(torch.relu(self.wide((mixed + positions).flatten(1))))
+        return found
+
+
 def check_network() -> None:
+    check_same(replace(PIPAR, split_points=(1, 2, 3)), Masked)
     check_same(replace(PIPAR, shape=(1, 8, 8), cut_points=None), networks.Residual)
     check_same(replace(PIPAR, shape=(1, 8, 8), cut_points=None), networks.UNet)
 

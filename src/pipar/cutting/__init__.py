@@ -7,5 +7,6 @@ as a line of stages that can be cut like one), `exporting` (the operations that 
 apart), `cut_check` (a cut network compared with the whole one), `recast` (its stages in another dtype),
 `forward_effects` (what a forward depends on besides its sample), `custom_backward` (what a recording would lose),
 `cut_points` (the cuts as data) and `listing` (making that list), `graph_data` and `saved_line` (stages as plain data on
-disk), `frozen` (parameters that are not trained), `steady` (layers whose activations are the same in every epoch).
+disk), `frozen` (parameters that are not trained), `steady` (layers whose activations are the same in every epoch),
+`placing` (a network on an accelerator).
 """

@@ -14,6 +14,7 @@ from torch import nn
 from pipar import random_streams
 from pipar.aggregation.named_aggregators import make_aggregator
 from pipar.cutting.frozen import frozen_layers
+from pipar.cutting.placing import placed
 from pipar.cutting.split import layer_bytes, split_model
 from pipar.errors import OrdersError
 from pipar.events import Scores
@@ -58,7 +59,7 @@ def part_builder(workload: Workload, device: str) -> Callable[[Orders], TorchDev
         _check_task(workload, orders)
         part, rest = split_model(model, orders.plan.split_point)
         return TorchDevicePart(
-            torch_device.place(part),
+            placed(part, torch_device),
             replace(workload.optimizer(), learning_rate=orders.learning_rate or None),
             has_loss=len(rest) == 0,
             task=workload.task,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pipar.cutting.placing import placed
 from pipar.cutting.split import split_model
 from pipar.execution.schedule import cut_batch, device_order
 from pipar.job.job import Job
@@ -23,7 +24,7 @@ def warm_up(job: Job, workload: Workload) -> None:
 
 def _train_pieces(job: Job, workload: Workload) -> None:
     computes_on = server_torch_device(job.config)
-    model = computes_on.place(workload.build_model())
+    model = placed(workload.build_model(), computes_on)
     part = TorchDevicePart(model, workload.optimizer(), has_loss=True, task=workload.task, device=computes_on)
     for samples in sorted({size for plan in set(job.plans.values()) for size in job.piece_sizes(plan)}):
         part.forward(0, _zeros(workload, samples))
@@ -45,7 +46,7 @@ def _train_batch(job: Job, workload: Workload, name: str) -> None:
     plan = job.plans[name]
     device_part, rest = split_model(workload.build_model(), plan.split_point)
     computes_on = device_torch_device(job.config, name)
-    module, has_loss = computes_on.place(device_part), len(rest) == 0
+    module, has_loss = placed(device_part, computes_on), len(rest) == 0
     part = TorchDevicePart(module, workload.optimizer(), has_loss=has_loss, task=workload.task, device=computes_on)
     sizes = cut_batch(
         min(job.config.run.batch_size, job.sizes[name]), plan.micro_batches, batch_statistics=job.batch_statistics

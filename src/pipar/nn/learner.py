@@ -15,6 +15,7 @@ from pipar import random_streams
 from pipar.aggregation.aggregators import Aggregator, DeviceModel, FedAvg
 from pipar.aggregation.update_check import UpdateCheck, batch_momenta
 from pipar.cutting.frozen import changing_state, frozen_layers, frozen_names
+from pipar.cutting.placing import placed
 from pipar.cutting.split import join_states, part_of_state, split_model, whole_module
 from pipar.cutting.stage_line import writes_weights
 from pipar.errors import (
@@ -127,8 +128,7 @@ class TorchLearner:
         for weight in frozen:
             if id(weight) not in self._frozen:
                 self._frozen[id(weight)] = nn.Parameter(device.put(weight.detach()), requires_grad=False)
-        placed: nn.Sequential = device.place(module, self._frozen)
-        return placed
+        return placed(module, device, self._frozen)
 
     def move_cuts(self, split_points: Mapping[str, int]) -> dict[str, Body]:
         """Change these devices' split points; return the optimiser state of the layers that move to each.

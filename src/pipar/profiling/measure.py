@@ -16,6 +16,7 @@ from queue import SimpleQueue
 import torch
 from torch import nn
 
+from pipar.cutting.placing import placed
 from pipar.cutting.split import named_layers, some_layers
 from pipar.errors import ConfigError
 from pipar.methods import Plan
@@ -186,16 +187,16 @@ def _measure_layers(attempt: _Attempt, sizes: Profile, task: Measurement) -> Pro
     model = _first_layers(task.model, attempt.layers).to(task.dtype).train()
     batches = [Batch.random(size, task.form, task.training, task.dtype) for size in attempt.batch_sizes]
     device = task.torch_device
-    placed: nn.Sequential = device.place(model)
+    here = placed(model, device)
     batches = [batch.on(device) for batch in batches]
     budget = Budget(0.8 * task.budget_s)
-    passes = measure_passes(placed, batches, budget, task.progress, with_loss=whole, device=device)
+    passes = measure_passes(here, batches, budget, task.progress, with_loss=whole, device=device)
     measured = layer_profiles(sizes, passes, attempt.batch_sizes)
     layers, coding, (changes_share, changes) = _with_coding(measured, model, attempt, task)
-    overheads = measure_overheads(model, placed, layers[0].output_bytes, task, with_loss=whole)
+    overheads = measure_overheads(model, here, layers[0].output_bytes, task, with_loss=whole)
     coding = {name: _with_message(times, overheads) for name, times in coding.items()}
     coding["changes"] = changes
-    crowded = _contention(placed, batches, sizes, task, with_loss=whole) if whole else ()
+    crowded = _contention(here, batches, sizes, task, with_loss=whole) if whole else ()
     return replace(
         sizes,
         layers=layers,
