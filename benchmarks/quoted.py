@@ -46,6 +46,8 @@ class Quote:
         return f"| {self.text} | {shown}{self.unit} | {self.result} |"
 
 
+_STARTED = ("`pipar --help`", "`import pipar`", "tiny timing-only run", "tiny virtual run", "tiny real run")
+_DEFAULTS = ("to the first line of the training", "to the end of the first epoch")
 _PREDICTED = "predicted / measured epoch, {} on {}"
 _SHARE = "bytes up and down / raw float32, {}, P = 1, the worse of epochs 1 and 10"
 QUOTES = (
@@ -163,6 +165,26 @@ QUOTES = (
         "{:.1f}",
         " s",
         in_readme=True,
+    ),
+    *(
+        quote
+        for version, when in (("now", "this version"), ("before", "commit 292bbb2a, before start-up was made faster"))
+        for quote in (
+            Quote(
+                f"`pipar --help`, `import pipar`, tiny timing-only, virtual and real runs; {when}",
+                "startup",
+                tuple(f"{name}, {version}" for name in _STARTED),
+                unit=" s",
+            ),
+            Quote(
+                "`pipar run` with no profile yet: to the first line of the training, to the end of the first epoch; "
+                f"measuring VGG-5; {when}",
+                "startup",
+                (*(f"defaults, empty cache {end}, {version}" for end in _DEFAULTS), f"profiling VGG-5, {version}"),
+                "{:.1f}",
+                " s",
+            ),
+        )
     ),
 )
 
