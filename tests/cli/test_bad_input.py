@@ -472,7 +472,8 @@ def _check(code: object, out: str, err: str, says: str, runs: Path) -> None:
     assert code == 2
     assert out == ""
     # Without a terminal, the first line names what starts.
-    (sentence,) = [line for line in err.splitlines() if not line.startswith(("pipar run: pre", "pipar compare: pre"))]
+    starting = tuple(f"pipar {name}: preparing " for name in ("run", "compare", "plan", "profile"))
+    (sentence,) = [line for line in err.splitlines() if not line.startswith(starting)]
     assert err.splitlines()[-1] == sentence
     assert "Traceback" not in err
     assert "Usage:" not in err

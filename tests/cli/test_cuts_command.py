@@ -176,8 +176,10 @@ def test_a_network_that_cannot_be_used_is_one_sentence_and_exit_2(
 ) -> None:
     code, out, err = typed(capsys, "plan", network=network)
     assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert sentence.lower() in err.lower()
+    starting, *error = err.splitlines()
+    assert starting.startswith("pipar plan: preparing ")
+    assert len(error) == 1
+    assert sentence.lower() in error[0].lower()
 
 
 def test_a_network_that_cannot_be_recorded_is_planned_whole_if_the_user_says_so(
