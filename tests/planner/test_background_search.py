@@ -149,6 +149,28 @@ def test_a_known_situation_is_not_searched_again() -> None:
     assert answers[0] == answers[2] != answers[1] == answers[3]
 
 
+def test_plans_of_a_known_situation_that_were_measured_since_are_searched_again() -> None:
+    here = fleet()
+    before, predicted = plans(here, Plan(4, 1)), plans(here, Plan(1, 4))
+    predictor = Predictor(here, before, scatter=0.02)
+    answers = [predicted, before, before]
+
+    async def search(*_: object) -> Mapping[str, Plan]:
+        return answers.pop(0)
+
+    async def ask() -> None:
+        replan = ReplanBySearch(predictor, search)
+        assert await replan(dict.fromkeys(before, LINK)) == predicted
+        predictor.learn_seconds(1, 1.0, before)
+        predictor.replan(2, predicted)
+        predictor.learn_seconds(2, 2.0, before)
+        predictor.replan(3, before)
+        assert await replan(dict.fromkeys(before, FAST)) == before
+        assert await replan(dict.fromkeys(before, LINK)) == before
+
+    asyncio.run(ask())
+
+
 def test_a_device_that_has_left_is_not_planned_for() -> None:
     here = fleet()
     names = [member.name for member in here.members]

@@ -49,6 +49,8 @@ _TRIAL_MOVES = 0.1
 _TRIAL_ROUNDS = 20
 #: Enough for some ten bytes for each of a million devices.
 _LONGEST_ANSWER = 1 << 25
+#: Its imports have the lowest priority, too: devices on the same machine would wait for them.
+_WORKER = "import os; os.nice(19); from pipar.planner.search_worker import main; main()"
 #: A question of `SearchProcess` begins with its number of bytes.
 LENGTH = struct.Struct("!Q")
 
@@ -153,7 +155,9 @@ class ReplanBySearch:
             self._known.clear()
             return self._told(plans, await self._search(fleet, plans, UNHURRIED))
         situation = (situation_key(fleet), tuple(plans.values()))
-        if situation not in self._known:
+        # If epochs have shown since then what both plans take, they decide, and not what was predicted.
+        known, measured = self._known.get(situation), fleet.measured
+        if known is None or (known != plans and None not in (measured.measured_s(known), measured.measured_s(plans))):
             if len(self._known) == _MOST_KNOWN:
                 self._known.pop(next(iter(self._known)))
             self._known[situation] = await self._search(fleet, plans, QUICK)
@@ -219,7 +223,7 @@ class SearchProcess:
         """Return the best plans of a fleet."""
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "pipar.planner.search_worker"),  # -P: no modules of the user's folder
+                *(sys.executable, "-P", "-c", _WORKER),  # -P: no modules of the user's folder
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LONGEST_ANSWER,

@@ -1,4 +1,4 @@
-"""The process that searches for plans during a training: `python -m pipar.planner.search_worker`.
+"""The process that searches for plans during a training, at the lowest priority: a search must not slow it down.
 
 It reads the questions of `background_search.SearchProcess` from its standard input: a length, then a pickled fleet, the
 current plans and the settings. It answers each with one line of JSON on its standard output.
@@ -16,9 +16,6 @@ from typing import BinaryIO
 
 from pipar.errors import PlanError
 from pipar.planner.background_search import LENGTH, NewPlans, search_again
-
-#: The lowest priority: a search must not slow the training down.
-_NICENESS = 19
 
 
 def answer(questions: BinaryIO) -> bool:
@@ -40,13 +37,8 @@ def answer(questions: BinaryIO) -> bool:
 
 def main() -> None:
     """Answer questions until the standard input ends, or the process that asks is gone."""
-    os.nice(_NICENESS)
     try:
         while answer(sys.stdin.buffer):
             pass
     except BrokenPipeError:
         os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
