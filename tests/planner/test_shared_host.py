@@ -12,6 +12,7 @@ from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, SharedHost
 from pipar.planner.search import search_plans
 from pipar.planner.simulator import simulate, simulate_within
+from pipar.planner.whole_networks import split_times
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.settings.links import Link
 
@@ -78,6 +79,12 @@ def test_slow_devices_leave_layers_to_the_server_of_their_machine() -> None:
     here = on_one_machine(fleet(4, speed=0.05), cores=2, share=0.05)
     found = search_plans(here, simulate, within=simulate_within).plans
     assert {plan.split_point for plan in found.values()} == {1}
+
+
+def test_a_pipeline_has_to_gain_more_where_lanes_share_cores() -> None:
+    here = on_one_machine(fleet(2, speed=1.0), cores=2)
+    roomy, slow = on_one_machine(fleet(2, speed=1.0), cores=8), on_one_machine(fleet(2), cores=2, share=0.05)
+    assert split_times(here) > split_times(roomy) == split_times(slow) > split_times(apart(here)) == 1.0
 
 
 @pytest.mark.parametrize("plan", [Plan(1, 4), Plan(Q, 1)])

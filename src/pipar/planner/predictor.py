@@ -20,7 +20,7 @@ from pipar.planner.measured_epochs import MeasuredEpochs
 from pipar.planner.replanner import MeasuredLink, differs
 from pipar.planner.simulator import simulate
 from pipar.planner.timing import FEWEST_ITERATIONS, STEADY_ITERATIONS, steady_epoch_s
-from pipar.planner.whole_networks import REAL_SPLIT
+from pipar.planner.whole_networks import split_times
 from pipar.settings.links import Link
 
 T = TypeVar("T")
@@ -57,9 +57,10 @@ class Predictor:
 
     def __init__(self, fleet: Fleet, plans: Mapping[str, Plan], *, scatter: float = 0.0) -> None:
         self.fleet = fleet  # as profiled
-        split = REAL_SPLIT if fleet.is_real else 1.0
         first = _FIRST_EPOCHS if fleet.is_real else 1.0
-        self._measured = MeasuredEpochs(scatter=scatter, layers=fleet.layers, split=split, first_epochs=first)
+        self._measured = MeasuredEpochs(
+            scatter=scatter, layers=fleet.layers, split=split_times(fleet), first_epochs=first
+        )
         self._measured_on: Mapping[str, Link] = {}  # links on which epochs were measured
         self._believed_bias = 1.0  # of the current plans' predictions, in the last search for plans
         self._plans: dict[int, Mapping[str, Plan]] = {1: plans}  # by the first epoch that they apply to
