@@ -14,6 +14,7 @@ from benchmarks import (
     bare_loop,
     codec,
     coded_epochs,
+    cores,
     dashboard,
     demo,
     deployment,
@@ -78,6 +79,7 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "examples": examples.measure,
     "deployment": deployment.measure,
     "startup": startup.measure,
+    "cores": cores.measure,
 }
 #: These take long, or need packages that are not installed: run only if named.
 ON_REQUEST = (

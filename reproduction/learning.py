@@ -59,7 +59,7 @@ class Training:
                 "replan": False,
             },
             "wire": {"encoding": "raw"},  # as in the paper; exact encodings would cost time and change nothing
-            "server": {"profile": SERVER},
+            "server": {"profile": SERVER, "threads": 1},
             "devices": [{"name": "board", "count": DEVICES, "profile": BOARD, "link": "wifi"}],
         }
 

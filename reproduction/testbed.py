@@ -73,7 +73,8 @@ class Trial:
             "data": {"name": self.dataset, "samples_per_device": self._samples, "validation": 0, "test": 0},
             "plan": {"replan": False, **dict(zip(("split_point", "micro_batches"), self.plan or (), strict=False))},
             "wire": {"encoding": self.encoding},
-            "server": {"profile": SERVER, "speed": self.server_speed},
+            # The server of the paper computes one micro-batch of a device at a time.
+            "server": {"profile": SERVER, "speed": self.server_speed, "threads": 1},
             "devices": self._groups(),
         }
 

@@ -156,6 +156,7 @@ class Started:
     equivalence_reasons: tuple[str, ...] = ()  # why the weights will not be exact; see pipar.job.equivalence
     local_epochs: int = 1  # passes over each device's samples in one epoch
     layers: int | None = None  # the paper's Q; 1 if the network is not cut anywhere
+    threads: dict[str, int] = field(default_factory=dict)  # that compute one stage, by device
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,7 @@ class Joined:
 
     device: str
     devices: int
+    threads: int = 1  # that compute one of its stages
 
 
 @dataclass(frozen=True)

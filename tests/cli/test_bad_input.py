@@ -205,6 +205,22 @@ COMMANDS = [
     ("run --link 5g", 'or {cycle = ["4g", "wifi"], every = "60s"}'),
     ("run --link {up=-1}", "devices.link.up"),
     ("run --speed 0", "devices.speed = 0 is not allowed"),
+    (
+        "run --set devices.threads=0",
+        "devices.threads = 0 is not allowed: give a whole number from 1 to 1024, or 'auto'",
+    ),
+    ("run --set devices.threads=all", "devices.threads = 'all' is not allowed"),
+    ("run --set devices.threads=1000", "devices.threads = 1000 is more than the "),
+    ("profile --threads 1000", "--threads = 1000 is more than the "),
+    ("profile --threads many", "--threads many is not allowed: give a whole number from 1 on, or 'auto'"),
+    (
+        "plan --set devices.profile=raspberry-pi-5 --set devices.threads=2",
+        "The profile raspberry-pi-5 is of 4 threads for each stage, but 2 threads would compute it",
+    ),
+    (
+        "run --timing-only --set server.cores=2 --set server.threads=3",
+        "is more than the server's 2 cores: give at most 2",
+    ),
     ("run --devices 0", "devices.count = 0 is not allowed"),
     ("run --seed -1", "run.seed = -1 is not allowed"),
     ("run --name ../up", "run.name = '../up' is not allowed"),

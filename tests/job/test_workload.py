@@ -77,8 +77,8 @@ def configuration(**sections: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def _nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(workload: Workload, model: nn.Sequential, _: object, *, on: object) -> Profile:
-        assert on == ("cpu", "off")
+    def made(workload: Workload, model: nn.Sequential, _: object, *, on: object, threads: object) -> Profile:
+        assert (on, threads) == (("cpu", "off"), 1)
         return hand_made_profile(model, workload.samples.input_shape, workload.config.model.dtype)
 
     monkeypatch.setattr("pipar.job.prepare.measured_profile", made)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from support.random_jobs import PIXEL, clipping, coded_job, frozen_job, private_job, random_job
+from support.random_jobs import PIXEL, clipping, coded_job, frozen_job, private_job, random_job, several_at_once
 
 import pipar
 from pipar.events import EpochResult, Event, TimedByPrograms, ignore
@@ -90,6 +90,8 @@ RUNS = {
 JOBS: dict[str, Callable[[int], Job]] = {
     "any": random_job,
     "coded": coded_job,
+    "at once": lambda seed: several_at_once(random_job(seed), 2),
+    "coded, at once": lambda seed: several_at_once(coded_job(seed), "auto"),
     "clipped": lambda seed: clipping(coded_job(seed)),
     "frozen": lambda seed: frozen_job(seed, 1),
     "nothing to train": lambda seed: frozen_job(seed, 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -256,6 +257,12 @@ def test_in_a_deployment_the_servers_reports_give_the_progress_of_each_device() 
 def test_a_resumed_training_keeps_its_progress() -> None:
     shown = picture(Resumed(3), Joined("a", 1), started("a"))
     assert (shown["epoch"], shown["done"]) == (4, 0.75)
+
+
+def test_threads_of_devices_are_shown() -> None:
+    begun = replace(started("a", "b"), threads={"a": 4, "b": 1})
+    document = picture(begun, Joined("c", 3, threads=2))
+    assert [device(document, name)["threads"] for name in "abc"] == [4, 1, 2]
 
 
 def test_new_plans_are_shown() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -17,6 +18,8 @@ from support.random_jobs import (
     frozen_job,
     private_job,
     random_job,
+    random_profile,
+    several_at_once,
 )
 
 from pipar.events import EpochResult, ignore
@@ -110,6 +113,75 @@ def test_a_simulation_knows_the_exchange_of_norms(seeds: range) -> None:
         check_timing(clipping(random_job(seed)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [2, 4, "auto"])
+@pytest.mark.parametrize("seeds", [range(12), range(12, 60)], ids=str)
+def test_a_simulation_knows_how_many_micro_batches_are_computed_at_once(seeds: range, threads: int | str) -> None:
+    for seed in seeds:
+        check_timing(several_at_once(random_job(seed), threads))
+
+
+def test_a_server_with_more_cores_than_devices_is_faster_with_several_micro_batches_at_once() -> None:
+    job = one_slow_server(3)
+    one, two, auto = (
+        simulate(several.fleet(), several.plans).epoch_s
+        for several in (several_at_once(job, 1), several_at_once(job, 2), several_at_once(job, "auto"))
+    )
+    assert two == auto
+    assert 0.5 * one < two < 0.65 * one
+
+
+def test_cores_that_only_slow_each_other_down_compute_one_micro_batch_at_a_time() -> None:
+    job = one_slow_server(3)
+    crowded = replace(job.server_profile, crowded=(2.0,) * len(job.server_profile.batch_sizes), crowd=1)
+    assert replace(several_at_once(job, "auto"), server_profile=crowded).fleet().at_once(Plan(1, 6)) == 1
+    assert several_at_once(job, "auto").fleet().at_once(Plan(1, 6)) == 2
+
+
+@pytest.mark.parametrize(("devices", "at_once"), [(1, 4), (2, 2), (3, 2), (4, 1), (9, 1)])
+def test_cores_without_a_device_of_their_own_compute_more_micro_batches(devices: int, at_once: int) -> None:
+    job = one_slow_server(3)
+    server = job.config.server.model_copy(update={"cores": 4, "threads": "auto"})
+    fleet = replace(job, config=job.config.model_copy(update={"server": server})).fleet()
+    assert fleet.at_once(Plan(1, 6), devices) == at_once
+    assert fleet.at_once(Plan(1, 1), devices) == 1
+    assert fleet.at_once(Plan(1, 6, 0, "raw", "int8"), devices) == 1  # its error goes into the next one
+    for ordered in ({"in_order": True}, {"batch_statistics": True}, {"exchanges_norms": True}, {"steady_layers": 1}):
+        assert replace(fleet, **ordered).at_once(Plan(1, 6), devices) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("effect", ["dropout", "counts_forwards", "writes_weights", "batch_statistics"])
+def test_forwards_with_effects_on_later_ones_are_computed_one_after_another(effect: str) -> None:
+    job = several_at_once(one_slow_server(3), "auto")
+    assert job.fleet().at_once(Plan(1, 6)) == 2
+    assert replace(job, **{effect: True}).fleet().at_once(Plan(1, 6)) == 1  # type: ignore[arg-type]
+
+
+def one_slow_server(seed: int) -> Job:
+    """Return one device with a fast link and a server of two cores that do not disturb each other, and are slow."""
+    rng = random.Random(seed)
+    profile = replace(random_profile(rng), crowded=(), crowd=0)
+    tree = {
+        "run": {"batch_size": 30},
+        "data": {"name": "synthetic", "samples_per_device": 300},
+        "server": {"cores": 2, "speed": 0.1},
+        "devices": [{"name": "d", "link": "unlimited", "speed": 10.0}],
+    }
+    config = config_from(tree)
+    return Job(
+        config=config,
+        specs=device_specs(config),
+        sizes={"d": 300},
+        server_profile=profile,
+        device_profiles={"d": profile},
+        batch_statistics=False,
+        dropout=False,
+        plans={"d": Plan(1, 6)},
+        dataset="none",
+        model="any",
+    )
+
+
 def test_norms_cost_no_round_trip_on_a_device() -> None:
     """The server's norm arrives right after its last gradient, while the device computes its last backward."""
     for seed in range(3):
@@ -200,7 +272,7 @@ def test_the_exchange_of_a_private_training_is_drawn_with_its_noise() -> None:
 def test_a_simulation_of_coded_tensors_that_leave_chunk_by_chunk_is_the_timing_of_a_run(seeds: range) -> None:
     # Not to the last digit: each chunk counts as its share of all, whatever a call or the labels after the last cost.
     for seed in seeds:
-        job = coded_job(seed)
+        job = several_at_once(coded_job(seed), random.Random(seed).choice([1, 2, "auto"]))
         ran, timing = run(job), simulate(job.fleet(), job.plans)
         assert timing.epoch_s == pytest.approx(ran.result.seconds, rel=5e-4), seed
         assert dict(timing.ends) == {name: pytest.approx(ends, rel=5e-4) for name, ends in ran.ends.items()}, seed

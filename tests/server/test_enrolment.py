@@ -89,6 +89,16 @@ def test_a_device_with_fewer_layers_than_the_cut_of_the_shared_model_is_refused_
     begun(opened(), "small", profile=PREFIX)  # the cut of a new training is one that it has
 
 
+def test_a_device_with_another_number_of_threads_than_configured_is_refused() -> None:
+    enrolment = opened()
+    spec = DeviceSpec("a", Link(), 1.0, None, "auto", "auto", threads=4)
+    enrolment._specs = {"a": spec}
+    with pytest.raises(ProtocolError, match=r"'a' computes with 1 threads, but devices\.threads = 4"):
+        enrolment.check(Introduction("a", 100, WHOLE))
+    enrolment.check(Introduction("a", 100, replace(WHOLE, threads=4)))
+    enrolment.check(Introduction("b", 100, replace(WHOLE, threads=2)))
+
+
 def test_a_device_that_rejoins_with_fewer_layers_than_its_plan_gets_another_plan() -> None:
     enrolment = opened(kept={"a": Plan(2, 1), "b": Plan(2, 1)}, run={"method": "sfl", "batch_size": 10})
     assert begun(enrolment, "a", profile=PREFIX)["a"].plan.split_point == 1

@@ -250,6 +250,8 @@ def test_the_result_has_the_fields_that_others_rely_on(folder: RunFolder) -> Non
             {"device": "pi-1", "split_point": 1, "micro_batches": 2, "window": 0, "up": "raw", "down": "raw"},
             {"device": "pi-2", "split_point": 1, "micro_batches": 2, "window": 0, "up": "raw", "down": "raw"},
         ],
+        "threads": {"pi-1": 1, "pi-2": 1},
+        "server_threads": 1,
         "replans": [],
         "rounds": [],
         "stopped": None,

@@ -90,6 +90,12 @@ def clipping(job: Job) -> Job:
     return replace(job, config=job.config.model_copy(update={"optimizer": section}))
 
 
+def several_at_once(job: Job, threads: int | str) -> Job:
+    """Return a job whose server computes several micro-batches of one device at the same time."""
+    section = job.config.server.model_copy(update={"threads": threads})
+    return replace(job, config=job.config.model_copy(update={"server": section}))
+
+
 def frozen_job(seed: int, layers: int) -> Job:
     """Return devices whose first layers are frozen; the first of them has a buffer."""
     job = random_job(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -42,18 +43,31 @@ _BUDGET_S = 10.0
         metavar="SIZE",
         help="Profile only the first layers that fit, as in 512MiB.  [default: all]",
     ),
+    click.option(
+        "--threads",
+        metavar="auto|NUMBER",
+        default="auto",
+        show_default=True,
+        help="Threads that compute a stage; 'auto': as many as are fastest.",
+    ),
     *NETWORK,
     SET,
     JSON,
 )
 def profile(
-    config: Path | None, output: Path | None, budget: float, memory: str | None, settings: Sequence[str], as_json: bool
+    config: Path | None,
+    output: Path | None,
+    budget: float,
+    memory: str | None,
+    threads: str,
+    settings: Sequence[str],
+    as_json: bool,
 ) -> None:
     """Measure the layers of a network on this machine (phase 1 of the paper's planning).
 
     Later runs on this machine plan with these measurements; server.profile and devices.profile accept the FILE.
     """
-    loaded, memory_bytes = load(config, settings), _size(memory)
+    loaded, memory_bytes, wanted = load(config, settings), _size(memory), _threads(threads)
     if output is not None and not output.parent.is_dir():
         raise InputError(f"Cannot write {output}: there is no folder {output.parent}.")
     started = time.monotonic()
@@ -74,6 +88,7 @@ def profile(
             budget_s=budget,
             memory_bytes=memory_bytes,
             on=_computes_on(loaded),
+            threads=wanted,
         )
     if output is not None:
         save(measured.to_json(), output)
@@ -86,6 +101,17 @@ def profile(
     click.echo(f"Took {time.monotonic() - started:.0f} s, with {budget:g} s for passes over the layers (--budget).")
     if output is not None:
         click.echo(f"Written to {output}")
+
+
+def _threads(text: str) -> int | Literal["auto"]:
+    from pipar.job.profiles import check_threads
+
+    if text == "auto":
+        return "auto"
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise InputError(f"--threads {text} is not allowed: give a whole number from 1 on, or 'auto'.")
+    check_threads(int(text), "--threads")
+    return int(text)
 
 
 def _size(text: str | None) -> int | None:

@@ -111,7 +111,8 @@ class ThreadLanes:
     """Lanes that are threads, each with a stream of its accelerator if there is one.
 
     A speed below 1 is emulated by sleeping in proportion to the CPU time used, not to the time passed: time that a busy
-    host takes away is not multiplied. With an accelerator it is the time passed, for which that computes.
+    host takes away is not multiplied. With an accelerator it is the time passed, for which that computes. `prepare` is
+    called first in every thread.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class ThreadLanes:
         speed: float = 1.0,
         nice: int = 0,
         accelerator: Accelerator | None = None,
+        prepare: Callable[[], object] = lambda: None,
     ) -> None:
         self._accelerator = accelerator
         self._used_s = time.thread_time if accelerator is None else time.perf_counter
@@ -129,12 +131,14 @@ class ThreadLanes:
         self._recorder = recorder
         self._speed = speed
         self._nice = nice
+        self._prepare = prepare
         self._unnamed = list(reversed(lanes))
         self._thread = threading.local()
         self._idle_kind = "u" if len(lanes) and lanes[0].startswith("core") else ""
         self._pool = ThreadPoolExecutor(len(lanes), initializer=self._start_thread)
 
     def _start_thread(self) -> None:
+        self._prepare()
         self._thread.lane = self._unnamed.pop()
         self._thread.free_at = self._loop.time()
         if self._nice and sys.platform == "linux":  # elsewhere the priority is that of the whole process

@@ -80,6 +80,7 @@ class Job:
     cuts: CutList | None = None  # of a network that is not an nn.Sequential, or has cut points
     adapters: bool = False  # of low rank are trained
     counts_forwards: bool = False  # each forward changes a buffer, or decides by values
+    writes_weights: bool = False  # each forward does, as of an embedding with a largest norm
     evaluation_sizes: Mapping[str, int] = field(default_factory=dict)  # of devices that evaluate models, if known
     hosted: frozenset[str] = frozenset()  # devices on the server's machine, which share its cores
     measured_links: Mapping[str, Link] = field(default_factory=dict)  # between machines, when devices joined
@@ -103,6 +104,19 @@ class Job:
     @property
     def cores(self) -> int:
         return self.config.server.cores or usable_cores()
+
+    def threads(self, device: str) -> int:
+        """Return how many threads compute a stage of a device: as in its profile, but one where it is emulated."""
+        if self.hosted and not self.real_links:
+            given = next(spec.threads for spec in self.specs if spec.name == device)
+            return 1 if given == "auto" else given
+        return self.device_profiles[device].threads
+
+    @property
+    def server_threads(self) -> int:
+        """The most micro-batches of one device that the server computes at the same time."""
+        fleet = self.fleet()
+        return max((fleet.at_once(plan) for plan in self.plans.values()), default=1)
 
     @cached_property
     def links(self) -> dict[str, Link]:
@@ -258,6 +272,8 @@ class Job:
             whole_models=self.draws,
             recalled=1.0 - 1.0 / config.run.epochs if self.steady_layers else 0.0,  # the mean over all epochs
             targets=self.target_size,
+            threads=config.server.threads,
+            in_order=self._computes_in_order,
             host=SharedHost(usable_cores(), min(1.0, config.server.speed)) if self.hosted else None,
             replica_memory_bytes=self._replica_memory_bytes(len(members)),
         )
@@ -279,6 +295,12 @@ class Job:
     def _given_window(self) -> int | Auto:
         plan = self.config.plan
         return {"auto": "auto", "all-forward": 0, "1f1b": plan.window}[plan.schedule]  # type: ignore[return-value]
+
+    @property
+    def _computes_in_order(self) -> bool:
+        """Whether the micro-batches of a device have to be computed one after another, or an accelerator does."""
+        on_cpu = (self.config.server.torch_device, self.config.server.autocast) == ("cpu", "off")
+        return self.dropout or self.counts_forwards or self.writes_weights or not on_cpu
 
     def server_costs(self) -> Costs:
         return Costs(self.server_profile, self.config.server.speed)

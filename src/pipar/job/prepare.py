@@ -19,6 +19,7 @@ from pipar.job.profiles import (
     ON_CPU,
     NetworkProfiles,
     cached_profile,
+    check_threads,
     computes_on,
     count_network,
     counts_of_shape,
@@ -32,6 +33,7 @@ from pipar.methods import METHODS
 from pipar.monitored_metric import ON_DEVICES
 from pipar.planner.candidates import check_given
 from pipar.privacy.budget import choose_noise
+from pipar.profiling.cache import usable_cores
 from pipar.profiling.machines import MACHINES
 from pipar.profiling.operation_counts import known_counts
 from pipar.profiling.profile import item_bytes
@@ -77,6 +79,7 @@ def unplanned_job(workload: Workload, observe: Observer = ignore, *, needs_data:
     """
     # Import torch, which a timing-only run does without.
     from pipar.aggregation.named_aggregators import make_aggregator
+    from pipar.cutting.stage_line import writes_weights
     from pipar.networks.models import counts_forwards, uses_batch_statistics, uses_dropout
     from pipar.nn.adapters import uses_adapters
 
@@ -102,7 +105,7 @@ def unplanned_job(workload: Workload, observe: Observer = ignore, *, needs_data:
         workload.model_name,
         batch_statistics=batch_statistics,
         count=lambda: count_network(workload, model),
-        measure=lambda on: measured_profile(workload, model, observe, on=on),
+        measure=lambda on, threads: measured_profile(workload, model, observe, on=on, threads=threads),
     )
     subject = workload.subject
     job = _job(workload.config, profiles, sizes, subject)
@@ -112,6 +115,7 @@ def unplanned_job(workload: Workload, observe: Observer = ignore, *, needs_data:
         batch_statistics=batch_statistics,
         dropout=uses_dropout(model),
         counts_forwards=counts_forwards(model),
+        writes_weights=writes_weights(model),
         adapters=uses_adapters(model),
         cuts=cuts,
         steady_layers=workload.steady_layers(model),
@@ -148,9 +152,13 @@ def unplanned_timing_only_job(config: Config, observe: Observer = ignore) -> Job
             (None if config.model.freeze else known_counts(config.model.name, config.model.norm, shape, classes))
             or counts_of_shape(config, shape, classes)
         ),
-        measure=lambda on: (
-            (cached_profile(profile_key(config, shape, classes), config.optimizer) if on == ON_CPU else None)
-            or profile_of_shape(config, shape, classes, observe, on)
+        measure=lambda on, threads: (
+            (
+                cached_profile(profile_key(config, shape, classes), config.optimizer)
+                if (on, threads) == (ON_CPU, 1)
+                else None
+            )
+            or profile_of_shape(config, shape, classes, observe, on, threads)
         ),
     )
     job = _job(config, profiles, sizes, Subject.of(config, config.model.name, config.data.name, shape))
@@ -253,12 +261,16 @@ def _job(config: Config, profiles: NetworkProfiles, sizes: Mapping[str, int], su
     server_memory, specs = with_accelerator_memory(config, specs)
     _check_cores(config)
     limit = LeakageLimit.of(config, subject)
-    profiles.check_given([config.server.profile, *(spec.profile for spec in specs)])
+    for group in config.devices:
+        if group.profile is None:
+            check_threads(group.threads, "devices.threads")
+    profiles.check_given([(spec.profile, spec.threads) for spec in specs])
     server = profiles.of_server(config.server.profile, computes_on(config.server))
     check_given_plans(config, specs, len(server.layers), profiles.model)
-    devices = {spec.name: profiles.of(spec.profile, computes_on(spec)) for spec in specs}
+    devices = {spec.name: profiles.of(spec.profile, computes_on(spec), spec.threads) for spec in specs}
     check_schedule(config, sizes, batch_statistics=profiles.batch_statistics)
     config = _with_cores(config)
+    check_server_threads(config)
     return Job(
         config=config,
         specs=specs,
@@ -309,6 +321,16 @@ def _check_cores(config: Config) -> None:
         raise ConfigError(
             f"server.cores = {cores} is more than {machine.name} has: it runs {runs} at a time. Give at most "
             f"{machine.cores}, leave server.cores out, or use a profile that 'pipar profile' wrote on your machine."
+        )
+
+
+def check_server_threads(config: Config) -> None:
+    """Raise ConfigError if the server has fewer cores than it is to compute with for one device."""
+    threads, cores = config.server.threads, config.server.cores or usable_cores()
+    if threads != "auto" and threads > cores:
+        has = "one core" if cores == 1 else f"{cores} cores"
+        raise ConfigError(
+            f"server.threads = {threads} is more than the server's {has}: give at most {cores}, or 'auto'."
         )
 
 

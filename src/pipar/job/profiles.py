@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipar.cutting.cut_points import CutList
 from pipar.errors import ConfigError, DataError
 from pipar.events import MeasuredBusy, Observer, Preparing, ignore
-from pipar.profiling.cache import find_profile, keep_profile
+from pipar.profiling.cache import find_profile, keep_profile, usable_cores
 from pipar.profiling.comparison import check_network
 from pipar.profiling.machines import MACHINES, machine_profile
 from pipar.profiling.memory import largest_prefix
@@ -40,11 +40,15 @@ if TYPE_CHECKING:
 
     from pipar.data.shard import Shard
     from pipar.job.workload import Workload
+    from pipar.profiling.measurement_task import Measurement
+
+Threads = int | Literal["auto"]
 
 MEASURE_AGAIN = (
     "Predicted and virtual times may be wrong: when the machine is quiet, measure again with 'pipar profile' and the "
     "same configuration."
 )
+_MEASURING_THREADS = "Measuring the layers on several threads"
 #: Progress of a measurement when all layers are measured.
 _LAYERS_SHARE = 0.9
 #: Enough to fill the chunks that are encoded at most cuts.
@@ -74,30 +78,35 @@ class NetworkProfiles:
         *,
         batch_statistics: bool,
         count: Callable[[], Counts],
-        measure: Callable[[ComputesOn], Profile],
+        measure: Callable[[ComputesOn, Threads], Profile],
     ) -> None:
         self.model = model
         self.batch_statistics = batch_statistics
         self._config = config
         self._count, self._measure = cache(count), measure
-        self._made: dict[tuple[str | None, ComputesOn], Profile] = {}
+        self._made: dict[tuple[str | None, ComputesOn, Threads], Profile] = {}
 
-    def of(self, given: str | None, on: ComputesOn = ON_CPU) -> Profile:
-        """Return the profile of a named machine or from a file; None is this machine, computing on this."""
-        key = (given, on if given is None else ON_CPU)
+    def of(self, given: str | None, on: ComputesOn = ON_CPU, threads: Threads = "auto") -> Profile:
+        """Return the profile of a named machine or from a file; None is this machine, computing on this.
+
+        Of those with several threads, "auto" takes their number, but one of this machine, whose cores devices share.
+        """
+        if given is None:
+            threads = 1 if threads == "auto" or on != ON_CPU else threads
+        key = (given, on if given is None else ON_CPU, threads)
         if key not in self._made:
-            self._made[key] = self._measure(on) if given is None else self._given(given)
+            self._made[key] = self._measure(on, threads) if given is None else self._given(given, threads)
         return self._made[key]
 
-    def check_given(self, profiles: Iterable[str | None]) -> None:
-        """Raise for wrong files and names, before this machine is measured, which takes seconds."""
-        for given in profiles:
+    def check_given(self, profiles: Iterable[tuple[str | None, Threads]]) -> None:
+        """Raise for wrong files, names and numbers of threads, before this machine is measured."""
+        for given, threads in profiles:
             if given is not None:
-                self.of(given)
+                self.of(given, threads=threads)
 
     def of_server(self, given: str | None, on: ComputesOn = ON_CPU) -> Profile:
         """Return the profile of the server, which must have all layers."""
-        profile = self.of(given, on)
+        profile = self.of(given, on, "auto" if given in MACHINES else 1)
         if not profile.whole:
             raise ConfigError(
                 f"The server's profile ({given or 'this machine'}) has only the first {len(profile.layers)} of "
@@ -106,7 +115,10 @@ class NetworkProfiles:
             )
         return profile
 
-    def _given(self, given: str) -> Profile:
+    def _given(self, given: str, threads: Threads) -> Profile:
+        return of_threads(self._of_any_threads(given), threads, given)
+
+    def _of_any_threads(self, given: str) -> Profile:
         dtype = self._config.model.dtype
         machine = MACHINES.get(given)
         if machine is None:
@@ -126,6 +138,29 @@ class NetworkProfiles:
     def _changes_share(self) -> float:
         of = self._config.model
         return known_changes_share(of.name, of.norm, of.dtype) if self.model == of.name else 1.0
+
+
+def of_threads(profile: Profile, threads: Threads, source: str) -> Profile:
+    """Return a profile with this number of threads, or raise ConfigError; one of several is converted to one."""
+    if threads in ("auto", profile.threads):
+        return profile
+    if threads == 1 and profile.one_thread:
+        return profile.on_one_thread()
+    wanted, known = ("1 thread" if n == 1 else f"{n} threads" for n in (threads, profile.threads))
+    raise ConfigError(
+        f"The profile {source} is of {known} for each stage, but {wanted} would compute it: write another with 'pipar "
+        f"profile --threads {threads} -o FILE' on that machine, or set devices.threads = {profile.threads}."
+    )
+
+
+def check_threads(threads: Threads, of: str) -> None:
+    """Raise ConfigError if more threads are given than this machine has cores that this process may use."""
+    if threads != "auto" and threads > usable_cores():
+        cores = "one core" if usable_cores() == 1 else f"{usable_cores()} cores"
+        raise ConfigError(
+            f"{of} = {threads} is more than the {cores} that this process may use: give at most {usable_cores()}, or "
+            "'auto'."
+        )
 
 
 def _of_counted(profile: Profile, counts: Counts) -> Profile:
@@ -227,10 +262,12 @@ def measured_profile(
     budget_s: float = 2.0,
     memory_bytes: int | None = None,
     on: ComputesOn = ON_CPU,
+    threads: Threads = 1,
 ) -> Profile:
     """Return this machine's profile of the network: from the cache of an earlier run, or measured now.
 
-    If the network does not fit into `memory_bytes`, it is the profile of as many first layers as fit.
+    If the network does not fit into `memory_bytes`, it is the profile of as many first layers as fit. With several
+    `threads`, the layers are computed by them; "auto" takes as many as are fastest.
     """
     # Import torch, which a run with a cached profile does without.
     from pipar.job.torch_devices import named_torch_device
@@ -246,7 +283,10 @@ def measured_profile(
     torch_device = named_torch_device(config, on)
     if not torch_device.is_cpu or torch_device.autocast:
         key |= {"torch_device": [torch_device.hardware, torch_device.autocast]}
-    kept = None if fresh else _kept_profile(key, config, memory_bytes, batch_statistics=uses_batch_statistics(model))
+        threads = 1
+    statistics = uses_batch_statistics(model)
+    of_all = key if threads == 1 else {**key, "threads": threads, "usable": usable_cores()}
+    kept = None if fresh else _kept_profile(of_all, config, memory_bytes, batch_statistics=statistics)
     if kept is not None:
         return kept
     known = _known_counts(workload)
@@ -266,14 +306,34 @@ def measured_profile(
         torch_device=torch_device,
         rectified=None if known is None else [p for p, layer in enumerate(known, start=1) if layer.rectified],
     )
-    profile = measure_profile(wanted)
+    one = None if fresh else _kept_profile(key, config, memory_bytes, batch_statistics=statistics)
+    if one is None:
+        one = measure_profile(wanted)
+        _keep(key, one, memory_bytes)
+    profile = _with_threads(wanted, one, threads, observe)
     if profile.doubt:
         observe(MeasuredBusy(f"The profile of {workload.model_name} {profile.doubt}. {MEASURE_AGAIN}"))
+    if of_all is not key:
+        _keep(of_all, profile, memory_bytes)
+    return profile
+
+
+def _with_threads(wanted: Measurement, one: Profile, threads: Threads, observe: Observer) -> Profile:
+    """Return the profile on this number of threads, from that on one thread."""
+    from pipar.profiling.several_threads import numbers_to_try, on_threads, with_threads  # import torch
+
+    numbers = numbers_to_try(usable_cores()) if threads == "auto" else ()
+    if threads == 1 or (threads == "auto" and not numbers):
+        return one
+    observe(Preparing(_MEASURING_THREADS, _LAYERS_SHARE))
+    return with_threads(wanted, one, numbers) if threads == "auto" else on_threads(wanted, one, threads)
+
+
+def _keep(key: dict[str, object], profile: Profile, memory_bytes: int | None) -> None:
     if profile.whole:
         keep_profile(key, profile)
     elif memory_bytes is not None:  # without a given limit, memory was short only for now: not cached
         keep_profile(_cut_key(key, memory_bytes), profile)
-    return profile
 
 
 def _loader(workload: Workload) -> Callable[[int], tuple[Any, Any]]:
@@ -374,11 +434,16 @@ def _known_counts(workload: Workload) -> Counts | None:
 
 
 def profile_of_shape(
-    config: Config, shape: tuple[int, ...], classes: int, observe: Observer, on: ComputesOn = ON_CPU
+    config: Config,
+    shape: tuple[int, ...],
+    classes: int,
+    observe: Observer,
+    on: ComputesOn = ON_CPU,
+    threads: Threads = 1,
 ) -> Profile:
     """Return this machine's profile of the network for synthetic samples of this shape."""
     workload = _workload_of_shape(config, shape, classes)
-    return measured_profile(workload, workload.checked_model(), observe, on=on)
+    return measured_profile(workload, workload.checked_model(), observe, on=on, threads=threads)
 
 
 def counts_of_shape(config: Config, shape: tuple[int, ...], classes: int) -> Counts:

@@ -7,6 +7,6 @@ programs), `rehearsal` (timing plans by a run of the programs),
 this machine) with `preloaded` (what they import) and `uncollected` (importing faster), `processes` (a training in such
 processes), `callbacks` (functions of the caller), `run` (a whole training on this machine), `deployed_server` and
 `deployed_device` (a training across machines), `deployed_job` (what the server knows before devices join),
-`deployed_process` (what both programs share), `final_model` (which model is saved), `worker_pool` (many independent
-computations at once).
+`deployed_process` (what both programs share), `device_lanes` (threads of a device), `final_model` (which model is
+saved), `worker_pool` (many independent computations at once).
 """

@@ -161,7 +161,7 @@ class _ServerBuilder:
         return Server(self._training(), setup.learner, setup.enrolment, lanes, services, sessions)
 
     def _training(self) -> Training:
-        job, config = self._job, self._job.config
+        job, config, fleet = self._job, self._job.config, self._job.fleet()
         return Training(
             method=job.method,
             epochs=config.run.epochs,
@@ -174,6 +174,7 @@ class _ServerBuilder:
             validation=self._setup.validation,
             deadline=self._setup.deadline,
             should_stop=self._setup.should_stop,
+            at_once=fleet.at_once,
         )
 
     def _chosen_timeouts(self) -> ChosenTimeouts | None:

@@ -20,15 +20,15 @@ from pipar.device.interfaces import Equipment
 from pipar.errors import ConfigError
 from pipar.events import Expiring, Observer, Reloaded, Stopping
 from pipar.execution.clock import clock_machine
-from pipar.execution.lanes import ThreadLanes
 from pipar.job.model_setup import part_builder, part_sizes, seed_dropout
 from pipar.job.prepare import check_schedule
-from pipar.job.profiles import measured_profile
+from pipar.job.profiles import Threads, check_threads, measured_profile
 from pipar.job.torch_devices import spec_torch_device
 from pipar.job.user_objects import UserObjects
 from pipar.job.workload import Workload
 from pipar.launch.assemble import run_device
 from pipar.launch.deployed_process import listed_specs, prepare_process, run_until_signal, unlisted_spec, until_left
+from pipar.launch.device_lanes import DeviceThreadLanes, claim_cores
 from pipar.leakage.limit import LeakageLimit
 from pipar.methods import METHODS
 from pipar.networks.models import uses_batch_statistics
@@ -72,6 +72,7 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     listed = {spec.name: spec for spec in listed_specs(config)}
     spec = listed.get(options.name) or unlisted_spec(config, options.name)
     computes_on = spec_torch_device(config, spec)
+    check_threads(spec.threads, "devices.threads")
     budget_file = None if options.privacy_file is None else BudgetFile.open(options.privacy_file, options.name)
     seed = secrets.randbits(128) if options.noise_seed is None else options.noise_seed
     workload = device_workload(config, options, seed, None if budget_file is None else budget_file.label_seed)
@@ -84,12 +85,17 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     profile = without_sample_statistics(
         config,
         measured_profile(
-            workload, model, observe, memory_bytes=spec.memory_bytes, on=(spec.torch_device, spec.autocast)
+            workload,
+            model,
+            observe,
+            memory_bytes=spec.memory_bytes,
+            on=(spec.torch_device, spec.autocast),
+            threads=_threads(spec),
         ),
     )
     seed_dropout(config.run.seed, options.name, computes_on)
     build = part_builder(workload, options.name)
-    lanes = partial(ThreadLanes, speed=spec.speed, accelerator=computes_on.accelerator)
+    lanes = DeviceThreadLanes(spec.speed, profile.threads, computes_on.accelerator)
     memory_bytes = (
         spec.memory_bytes or computes_on.memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
@@ -99,6 +105,13 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     equipment = replace(equipment, inputs=str(workload.samples.form), target_bytes=workload.task.size.sample_bytes)
     stopped = run_until_signal(_train(config, options, spec, equipment, observe))
     return 130 if stopped == signal.SIGINT else 0
+
+
+def _threads(spec: DeviceSpec) -> Threads:
+    """Return how many threads compute a stage; "auto" is one if the machine is shared, emulated or an accelerator."""
+    is_first = claim_cores()
+    is_alone = is_first and spec.speed >= 1 and spec.torch_device == "cpu"
+    return 1 if spec.threads == "auto" and not is_alone else spec.threads
 
 
 async def _train(

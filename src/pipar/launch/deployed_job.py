@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from pipar.cutting.split import named_layers
+from pipar.cutting.stage_line import writes_weights
 from pipar.data.catalog import dataset_info
 from pipar.data.images import Images
 from pipar.data.user_samples import factory_images
@@ -17,7 +18,7 @@ from pipar.job.declared_form import declared_form
 from pipar.job.job import Job
 from pipar.job.model_setup import scores_on_test_set
 from pipar.job.plans import check_common
-from pipar.job.prepare import check_given_plans, sample_bytes
+from pipar.job.prepare import check_given_plans, check_server_threads, sample_bytes
 from pipar.job.profiles import measured_profile
 from pipar.job.torch_devices import accelerator_memory
 from pipar.job.user_objects import UserObjects
@@ -64,6 +65,7 @@ def job_without_devices(workload: Workload, observe: Observer) -> Job:
     """Return the job of a server before any device has joined."""
     config = workload.config
     choose_noise(config)  # raises on a wrong privacy budget, before the network is measured
+    check_server_threads(config)
     workload.observe = observe
     model = workload.checked_model()
     workload.optimizer().check(model)
@@ -82,6 +84,7 @@ def job_without_devices(workload: Workload, observe: Observer) -> Job:
         batch_statistics=uses_batch_statistics(model),
         dropout=uses_dropout(model),
         counts_forwards=counts_forwards(model),
+        writes_weights=writes_weights(model),
         adapters=uses_adapters(model),
         plans={},
         dataset=workload.samples.name,

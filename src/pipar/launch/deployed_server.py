@@ -37,6 +37,7 @@ from pipar.launch.deployed_process import (
     unlisted_spec,
     until_left,
 )
+from pipar.launch.device_lanes import claim_cores
 from pipar.launch.final_model import final_files
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.run import started_event
@@ -94,6 +95,7 @@ def serve(config: Config, options: ServerOptions, observe: Observer) -> int:
 
 def _serve(config: Config, options: ServerOptions, tracking: Tracking) -> int:
     prepare_process(config)
+    claim_cores()  # devices that are started next to this server leave the cores to it
     open_files.raise_limit()
     workload = server_workload(as_deployed(config))
     path = runs_folder() / run_name(config, workload.model_name, workload.samples.name)

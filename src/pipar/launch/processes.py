@@ -22,6 +22,7 @@ from pipar.job.warm_up import warm_up, warm_up_device
 from pipar.job.workload import Workload
 from pipar.launch.assemble import ServerSetup, assemble_server, run_device
 from pipar.launch.child_processes import ChildProcesses, EventSender, GracefulTermination, new_signal
+from pipar.launch.device_lanes import DeviceThreadLanes
 from pipar.launch.final_model import final_files
 from pipar.launch.rehearsal import rehearse
 from pipar.methods import Plan
@@ -177,7 +178,7 @@ async def _train_device(job: Job, workload: Workload, name: str, place: _Place, 
     computes_on = spec_torch_device(job.config, spec)
     seed_dropout(job.config.run.seed, name, computes_on)
     transport = await connect(place.address, security=place.security)
-    lanes = partial(ThreadLanes, speed=spec.speed, accelerator=computes_on.accelerator)
+    lanes = DeviceThreadLanes(spec.speed, job.threads(name), computes_on.accelerator)
     profile = job.device_profiles[name]
     equipment = Equipment(samples, build, lanes, profile, job.guard(), evaluation=evaluation)
     await run_device(name, job.links[name], equipment, transport, keep_spans=job.traced_devices, observe=observe)

@@ -476,6 +476,7 @@ def started_event(job: Job, folder: Path, world: World = "real") -> Started:
         leakage=_leakage_text(job),
         equivalence_reasons=equivalence_reasons(job.equivalence_facts),
         layers=job.layers,
+        threads={name: job.threads(name) for name in job.device_profiles},
     )
 
 

@@ -215,6 +215,15 @@ class SizesOnlyServerPart:
     def backward(self, samples: int) -> int:
         return samples
 
+    def begin_batch_at_once(self) -> None:
+        pass
+
+    def forward_at_once(self, samples: int) -> int:
+        return samples
+
+    def backward_at_once(self, micro_batch: int, samples: int) -> int:  # noqa: ARG002
+        return samples
+
     def chunk_bytes(self, message: Message, encoding: str) -> list[int]:
         return self._cut.chunk_bytes(message.samples, encoding)
 

@@ -59,6 +59,7 @@ class DeviceRow:
     state: str
     since: float  # Unix time
     plan: str = ""
+    threads: int = 1  # that compute one of its stages
     samples: int | None = None
     note: str = ""
     until: float | None = None  # for a device that is away: until when it may reconnect
@@ -162,6 +163,7 @@ class LiveState:
         for name, samples in started.samples.items():
             row = self._rows.setdefault(name, DeviceRow("expected", at))
             plan = started.plans.get(name)
+            row.threads = started.threads.get(name, 1)
             row.plan, row.samples = plan_text(Plan.parse(plan), self._layers) if plan else "", samples
 
     def _epochs_done(self) -> float:
@@ -178,6 +180,7 @@ class LiveState:
                 self._row(event.owner, at).become("training", at)
             case Joined():
                 self._row(event.device, at).become("joined", at)
+                self._row(event.device, at).threads = event.threads
             case Away():
                 self._row(event.device, at).become("away", at, until=at + event.seconds_allowed)
             case Back():
@@ -274,6 +277,7 @@ class LiveState:
             "until": row.until,
             "note": row.note,
             "plan": row.plan,
+            "threads": row.threads,
             "samples": row.samples,
             "epoch": epoch or None,
             "iteration": iteration,

@@ -40,6 +40,12 @@ def release_model_memory(size_bytes: int) -> None:
         release_freed_memory()
 
 
+def compute_with(threads: int) -> None:
+    """Let torch use this many threads for what the calling thread computes; others keep their number."""
+    torch.get_num_threads()  # a thread's first use of torch sets its number to the latest one of the process
+    torch.set_num_threads(threads)
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run torch on one thread: the order of additions, and so the last bits, depend on the number of threads."""

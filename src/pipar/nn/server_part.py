@@ -10,6 +10,7 @@ from torch import nn
 from pipar.errors import ProtocolError
 from pipar.execution.schedule import StepCount
 from pipar.execution.work import Place
+from pipar.nn.at_once import InOrder, WeightSharingCopy
 from pipar.nn.loss_sum import LossSum
 from pipar.nn.micro_batches import Activation, Decoded, tensors_at
 from pipar.nn.optimizers import FIRST_STEP, OptimizerSettings
@@ -66,6 +67,16 @@ class _BatchCount:
         self.announced = announced
 
 
+@dataclass(frozen=True)
+class ForwardedAtOnce:
+    """A micro-batch between its forward and its backward, with the copy of the network that computes it."""
+
+    copied: WeightSharingCopy
+    decoded: Decoded
+    activation: Activation
+    loss: torch.Tensor
+
+
 class TorchServerPart(Part):
     """M^s_k: layers P+1..Q on the server, with the loss."""
 
@@ -90,6 +101,7 @@ class TorchServerPart(Part):
         self._takes: list[tuple[torch.Size, torch.dtype]] | None = None  # of one sample's tensors, as first received
         self._losses = LossSum()
         self._checks_losses = False
+        self._in_order: InOrder | None = None  # of micro-batches that are computed at the same time
         self._prepare()
 
     def _prepare(self) -> None:
@@ -108,20 +120,56 @@ class TorchServerPart(Part):
 
     def forward(self, decoded: Decoded) -> tuple[Activation, torch.Tensor]:
         """Return the activations and the loss of one micro-batch: its share of the batch's mean loss."""
-        received, targets, batch_samples, count = decoded
+        self._count(decoded)
+        activation, loss = self._forward(self.module, decoded)
+        self._losses.add(loss, decoded.batch_samples)
+        return activation, loss
+
+    def _count(self, decoded: Decoded) -> None:
         if self._task.sends_count:
-            self._counted.add(self._task.loss.count(targets), count)
-        activation = self._put(received)
+            self._counted.add(self._task.loss.count(decoded.targets), decoded.batch_count)
+
+    def _forward(self, module: nn.Module, decoded: Decoded) -> tuple[Activation, torch.Tensor]:
+        """Return the activations of one micro-batch where these layers are, and its loss after them."""
+        activation = self._put(decoded.activation)
         if isinstance(activation, torch.Tensor):
             activation.requires_grad_(self._returns_gradients)
         with self._torch_device.computing():
-            loss = self._loss(activation, mapped(targets, self._torch_device.put), count)
+            targets = mapped(decoded.targets, self._torch_device.put)
+            loss = self._loss(module, activation, targets, decoded.batch_count)
         # Masks, and targets other than labels, may have any effect on it.
         self._checks_losses = isinstance(activation, Received) or not self._task.has_labels
         if loss.is_cpu and self._checks_losses:
             check_range([loss], _ITS_LOSS)
-        self._losses.add(loss, batch_samples)
         return activation, loss
+
+    def forward_at_once(self, decoded: Decoded) -> ForwardedAtOnce:
+        """Return the same while other micro-batches of the batch are computed; the loss counts after its backward."""
+        copied = self._order.borrow()
+        return ForwardedAtOnce(copied, decoded, *self._forward(copied.network, decoded))
+
+    def backward_at_once(self, micro_batch: int, forwarded: ForwardedAtOnce) -> Activation:
+        """Do what `backward` does, while others are computed; gradients and losses add up in order of the numbers."""
+        torch.autograd.backward(forwarded.loss)
+
+        def add_loss() -> None:
+            self._count(forwarded.decoded)
+            self._losses.add(forwarded.loss, forwarded.decoded.batch_samples)
+
+        self._order.add(micro_batch, forwarded.copied, add_loss)
+        return forwarded.activation
+
+    @property
+    def _order(self) -> InOrder:
+        assert self._in_order is not None, "begin_batch_at_once comes first."
+        return self._in_order
+
+    def begin_batch_at_once(self) -> None:
+        """The micro-batches that come next, the first of a batch, may be computed at the same time, on CPUs."""
+        assert self._torch_device.is_cpu
+        if self._in_order is None:
+            self._in_order = InOrder(self.module)
+        self._in_order.begin_batch()
 
     def _put(self, received: Activation) -> Activation:
         if isinstance(received, Received):
@@ -135,11 +183,11 @@ class TorchServerPart(Part):
         super().step(at, others)
         self._counted = _BatchCount()
 
-    def _loss(self, activation: Activation, targets: Targets, count: float) -> torch.Tensor:
+    def _loss(self, module: nn.Module, activation: Activation, targets: Targets, count: float) -> torch.Tensor:
         """Return the loss; raise ProtocolError if these layers cannot take what a device sent."""
         given = tensors_at(activation)
         try:
-            output = self.module(*(one.clone() for one in given) if self._overwrites_input else given)
+            output = module(*(one.clone() for one in given) if self._overwrites_input else given)
             loss = self._task.share(output, targets, count)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             # Later it is not the shape's fault; an index out of range is always the device's.
@@ -160,6 +208,7 @@ class TorchServerPart(Part):
         super().discard()
         self._losses.take()
         self._counted = _BatchCount()
+        self._in_order = None
 
     def chunk_bytes(self, message: Message, encoding: str) -> list[int]:
         """Return the sizes of the gradient's chunks: it has the shape of the activations in the message."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from heapq import heapreplace
 from itertools import chain, repeat
 
 from pipar.errors import PlanError, TooLittleMemoryError
@@ -194,10 +195,11 @@ def _least_s(
     total = _sum((one.served + one.coded_by_server, count) for one, count in each)
     coded = _sum((one.coded_by_device, count) for one, count in each)
     lanes = (_sum((one.up, count) for one, count in each), _sum((one.down, count) for one, count in each))
-    lane = max(computed, total, coded, *lanes)
+    at_once = fleet.at_once(plan)
+    lane = max(computed, total / at_once, coded, *lanes)
     if plan.window:  # which forward waits for which backward depends on when gradients arrive: only lanes are certain
         return lane, lane, total
-    alone = _sweep([times[m] for m in pieces], 2 * member.link.latency_s) + step
+    alone = _sweep([times[m] for m in pieces], 2 * member.link.latency_s, at_once) + step
     return max(alone, lane), lane, total
 
 
@@ -254,14 +256,21 @@ def _coded_s(fleet: Fleet, member: Member, plan: Plan, samples: int) -> tuple[fl
     )
 
 
-def _sweep(pieces: list[_PieceTimes], latency_s: float) -> float:
-    """Return the end of the last backward: `paper_estimate.iteration_s` with each micro-batch's own times."""
+def _sweep(pieces: list[_PieceTimes], latency_s: float, at_once: int) -> float:
+    """Return the end of the last backward: `paper_estimate.iteration_s` with each micro-batch's own times.
+
+    The server computes `at_once` micro-batches at the same time, and answers them in their order.
+    """
     forwarded = uploaded = answered = downloaded = 0.0
+    free_at = [0.0] * at_once  # a heap
     arrivals = []
     for piece in pieces:  # without max(), whose calls would take longer than the rest
         forwarded += piece.forward
         uploaded = (uploaded if uploaded > forwarded else forwarded) + piece.up
-        answered = (answered if answered > uploaded else uploaded) + piece.served
+        begin = free_at[0]
+        served = (begin if begin > uploaded else uploaded) + piece.served
+        heapreplace(free_at, served)
+        answered = answered if answered > served else served
         downloaded = (downloaded if downloaded > answered else answered) + piece.down
         arrivals.append(downloaded + latency_s)
     end = forwarded

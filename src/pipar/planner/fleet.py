@@ -24,6 +24,8 @@ PlansByKind = tuple[Plan, ...]
 
 #: A fleet of more devices is planned for, and predicted, by a sample of it.
 _SAMPLE = 128
+#: Micro-batches at the same time have to take at most this share of the time that they take one after another.
+_WORTH_IT = 0.9
 #: Devices whose numbers of samples differ by no more than this share count as equal.
 _ALIKE = 0.05
 
@@ -95,6 +97,8 @@ class Fleet:
     replica_memory_bytes: int | None = None  # of the server's accelerator, for the layers of each device
     host: SharedHost | None = None  # the server's machine, if devices run on it, too
     measured: MeasuredEpochs = field(default_factory=MeasuredEpochs)  # what epochs have taken so far
+    threads: int | Auto = 1  # of the server, that compute micro-batches of one device at the same time
+    in_order: bool = False  # each forward of a replica depends on the one before, as with batch statistics
 
     @property
     def averaged_bytes(self) -> int:
@@ -124,6 +128,25 @@ class Fleet:
     @property
     def layers(self) -> int:
         return len(self.server.profile.layers)
+
+    def at_once(self, plan: Plan, devices: int | None = None) -> int:
+        """Return how many micro-batches of one device the server computes at the same time, each on one core.
+
+        With "auto" they use the cores that have no device of their own, if that is worth it although cores slow each
+        other down. One at a time where the order matters: to a shared model, batch statistics, random numbers, a lossy
+        encoding, norms, or activations that are kept.
+        """
+        wanted = self.threads
+        is_ordered = self.in_order or self.batch_statistics or self.exchanges_norms or self.method.shares_server_model
+        if wanted == 1 or is_ordered or plan.down in LOSSY or self.is_steady(plan.split_point):
+            return 1
+        if wanted == "auto":
+            among = devices or min(len(self.members), self.per_round or len(self.members))
+            wanted = -(-self.cores // max(1, among))
+            share = self.server.contention(-(-self.batch_size // plan.micro_batches))
+            if (1.0 + share * (wanted - 1)) / wanted > _WORTH_IT:
+                return 1
+        return max(1, min(wanted, self.cores, plan.micro_batches))
 
     def trains(self, split_point: int) -> bool:
         """Return whether a device with these layers has anything to train: otherwise it gets no gradients."""

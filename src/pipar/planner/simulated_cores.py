@@ -34,10 +34,10 @@ class SimulatedCores:
 
     def serve(self, device: SimulatedDevice, now: float) -> tuple[float, float]:
         """Return when a device's next micro-batch is begun and done."""
-        seconds = device.batch.served[device.served]
+        seconds = device.batch.served[device.begun]
         self._unserved -= 1
         self._unserved_s -= seconds * device.core_share
-        return self._work(device, now, seconds, device.batch.contention[device.served])
+        return self._work(device, now, seconds, device.batch.contention[device.begun])
 
     def step(self, device: SimulatedDevice, now: float) -> tuple[float, float]:
         """Return when the step of a device's replica is begun and done."""

@@ -18,11 +18,12 @@ class SimulatedDevice:
     """How far one device is in its epoch, and the server with it. Micro-batches are counted from 0 here."""
 
     __slots__ = (
-        "answered", "arrivals", "arrived", "batch", "began_at", "chunks", "compute_s", "computed_at", "core_share",
-        "decode_free", "decoded_at", "decoding", "down_free", "down_s", "encode_free", "encoded", "encoding", "ends",
-        "forwarded", "inbox", "io_free", "latency", "loaded", "loads", "member", "norm_at", "order", "packed_at",
-        "place", "plan", "returned", "returned_at", "served", "serving", "slower", "splits", "stepped", "times",
-        "trains", "up_began", "up_free", "up_s", "waits_for", "watched", "working",
+        "answered", "arrivals", "arrived", "batch", "began_at", "begun", "chunks", "compute_s", "computed",
+        "computed_at", "core_share", "decode_free", "decoded_at", "decoding", "down_free", "down_s", "encode_free",
+        "encoded", "encoding", "ends", "forwarded", "inbox", "io_free", "latency", "loaded", "loads", "member",
+        "norm_at", "order", "packed_at", "place", "plan", "replied_at", "returned", "returned_at", "served", "serving",
+        "slower", "splits", "stepped", "times", "trains", "up_began", "up_free", "up_s", "waits_for", "watched",
+        "working",
     )  # fmt: skip
 
     def __init__(
@@ -47,10 +48,12 @@ class SimulatedDevice:
         self.up_began = 0.0
         self.io_free = self.up_free = self.down_free = 0.0
         self.compute_s = self.up_s = self.down_s = 0.0
-        # The server's side: the batch that it works on, how many of its micro-batches are served, and how many wait.
+        # The server's side: the batch that it works on, how many of its micro-batches are answered, begun and being
+        # computed, and how many wait; the end and the slowdown of those that are begun and not answered.
         self.batch, self.stepped = times[0], 0
-        self.served = self.inbox = 0
-        self.serving = False
+        self.served = self.begun = self.serving = self.inbox = 0
+        self.computed: dict[int, tuple[float, float]] = {}
+        self.replied_at = 0.0  # when the last answer was complete
         self.packed_at = 0.0  # when its trained part was packed
         self.norm_at = 0.0  # when the norm of the server's gradient arrives
         # Of an iteration whose forward phase is computed in one step: when it began, and what is known from then on.

@@ -103,7 +103,8 @@ class SimulatedRound(SimulatedEpoch):
         """Begin the next iteration; its forward phase is one step if nothing can disturb it."""
         number = len(device.ends)
         device.arrivals, device.arrived = (), 0
-        if device.watched or device.loaded <= number or 0 < device.plan.window < device.plan.micro_batches:
+        is_sequential = not device.watched and device.times[min(number, len(device.times) - 1)].at_once == 1
+        if not is_sequential or device.loaded <= number or 0 < device.plan.window < device.plan.micro_batches:
             super()._begin(device, now)
             return
         times = device.times[number]
@@ -151,9 +152,9 @@ class SimulatedRound(SimulatedEpoch):
         arrival = device.began_at + device.arrivals[device.arrived]
         if arrival <= now:
             device.arrived += 1
+            device.serving = 1
             self._serve(device, now)
         else:
-            device.serving = False
             self._schedule(arrival, ARRIVED, device)
 
     def _decode(self, device: SimulatedDevice, now: float) -> None:
@@ -224,14 +225,14 @@ class SimulatedRound(SimulatedEpoch):
         if self._lanes is not None:
             if device.watched:
                 parts = self._parts(device, begin, end)
-                self._core_spans(device.member.name, device.stepped + 1, device.served + 1, begin, parts)
+                self._core_spans(device.member.name, device.stepped + 1, device.begun + 1, begin, parts)
             else:
                 self._lanes.take(end)
         self._schedule_served(device, end)
 
     def _parts(self, device: SimulatedDevice, begin: float, end: float) -> list[tuple[str, float]]:
         """Return the ends of decode, f_s, b_s and encode of a micro-batch."""
-        fleet, first, n = self._fleet, device.plan.split_point + 1, device.served
+        fleet, first, n = self._fleet, device.plan.split_point + 1, device.begun
         batch = fleet.batches(device.member.samples, device.stepped + 1)[-1]
         samples = fleet.pieces(batch, device.plan.micro_batches)[n]
         forward_s, backward_s = (

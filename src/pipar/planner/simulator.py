@@ -345,19 +345,19 @@ class SimulatedEpoch:
     # --- on the server
 
     def _arrived(self, device: SimulatedDevice, now: float) -> None:
-        if device.serving:
-            device.inbox += 1
-        else:
-            device.serving = True
-            self._serve(device, now)
+        device.inbox += 1
+        self._serve_next(device, now)
 
     def _serve(self, device: SimulatedDevice, now: float) -> None:
         begin, end = self._cores.serve(device, now)
         if device.watched:
-            self._core_span(device, "fs", device.served + 1, begin, end)
+            self._core_span(device, "fs", device.begun + 1, begin, end)
         self._schedule_served(device, end)
 
     def _schedule_served(self, device: SimulatedDevice, end: float) -> None:
+        """Note that the next micro-batch of a device is begun, and done at this time."""
+        device.computed[device.begun] = end, device.slower
+        device.begun += 1
         self._schedule(end, _SERVED, device)
 
     def _step(self, device: SimulatedDevice, now: float) -> None:
@@ -374,11 +374,20 @@ class SimulatedEpoch:
         self.spans.append(Span(SERVER, CORE, kind, *place, device=device.member.name))
 
     def _served(self, device: SimulatedDevice, now: float) -> None:
+        """Answer the micro-batches that are computed, in their order, and begin the next one."""
+        device.serving -= 1
+        while device.served < device.begun and device.computed[device.served][0] <= now:
+            self._reply(device, now, device.computed.pop(device.served)[1])
+        if device.served < len(device.batch.served):
+            self._serve_next(device, now)
+
+    def _reply(self, device: SimulatedDevice, now: float, slower: float) -> None:
         n = device.served
         chunks, seconds = device.batch.down_chunks[n], device.batch.d[n]
         # Chunks are sent as they are encoded: from the first one on, but the last not before it is encoded.
-        first = now - device.slower * device.batch.answer[n] * (1.0 - chunks[0])
-        begin = max(first, device.down_free)
+        first = now - slower * device.batch.answer[n] * (1.0 - chunks[0])
+        begin = max(first, device.replied_at, device.down_free)
+        device.replied_at = now
         device.down_free = max(begin + seconds, now + seconds * device.batch.down_sent[n][-1])
         device.down_s += seconds
         if device.watched:
@@ -391,8 +400,6 @@ class SimulatedEpoch:
                 device.norm_at = device.down_free + device.latency
             else:
                 self._step(device, now)
-        else:
-            self._serve_next(device, now)
 
     def _measured(self, device: SimulatedDevice, now: float) -> None:
         """The norm of a device's gradient has arrived, for which the replica's step has waited."""
@@ -409,7 +416,7 @@ class SimulatedEpoch:
         self._decode(device, when if when > device.decode_free else device.decode_free)
 
     def _stepped(self, device: SimulatedDevice, now: float) -> None:
-        device.stepped, device.served = device.stepped + 1, 0
+        device.stepped, device.served, device.begun = device.stepped + 1, 0, 0
         if device.stepped < len(device.times):
             device.batch = device.times[device.stepped]
         elif device.returned:
@@ -417,11 +424,12 @@ class SimulatedEpoch:
         self._serve_next(device, now)
 
     def _serve_next(self, device: SimulatedDevice, now: float) -> None:
-        if device.inbox:
+        """Begin micro-batches that wait, of the batch that the server works on."""
+        batch = device.batch
+        while device.inbox and device.serving < batch.at_once and device.begun < len(batch.served):
             device.inbox -= 1
+            device.serving += 1
             self._serve(device, now)
-        else:
-            device.serving = False
 
     # --- the end of the round
 

@@ -42,6 +42,7 @@ class BatchTimes:
     down_chunks: list[ChunkShares]
     up_sent: list[ChunkShares]  # of u
     down_sent: list[ChunkShares]
+    at_once: int = 1  # micro-batches that the server computes at the same time
     noise: float = 0.0  # added to the inputs of the batch, between its load and its first forward
 
     @cached_property
@@ -51,9 +52,10 @@ class BatchTimes:
 
     @cached_property
     def lane_s(self) -> float:
-        """How long the busiest lane works; the server has one for each device."""
+        """How long the busiest lane works; the server has one for each device, or a few."""
         computed = sum(self.fc) + sum(self.bc) + self.step
-        return max(computed, sum(self.encode) + sum(self.decode), sum(self.u), self.served_s, sum(self.d))
+        served_s = self.served_s / self.at_once
+        return max(computed, sum(self.encode) + sum(self.decode), sum(self.u), served_s, sum(self.d))
 
     @cached_property
     def after_server_s(self) -> float:
@@ -182,6 +184,7 @@ def _sent_times(fleet: Fleet, member: Member, plan: Plan, batch: int) -> BatchTi
         up_sent=on_link(plan.up, "up"),
         down_sent=on_link(plan.down, "down") if trains else [_WHOLE] * len(pieces),
         noise=costs.seconds(Work("noise", size_bytes=batch * fleet.noised_bytes)),
+        at_once=fleet.at_once(plan),
     )
 
 

@@ -4,8 +4,8 @@ Reading order:
 
 - `profile`: the record, with times, sizes and memory of each layer; `comparison` (whether it is of a network)
 - `measure`: measures a profile on this machine; `measurement_task` (what to measure), `layer_times`, `overheads` (the
-  work around the layers), `coding_costs` (encodings), `contention` (all cores at the same time), `machine_load` (other
-  programs), `repeated_timing` (its clock)
+  work around the layers), `coding_costs` (encodings), `contention` (all cores at the same time), `several_threads`
+  (that compute one stage), `machine_load` (other programs), `repeated_timing` (its clock)
 - `cache`: measured profiles on disk
 - `machines`: profiles of machines known by name, from `operation_counts` (operations and bytes of each layer), which
   `operation_counter` counts

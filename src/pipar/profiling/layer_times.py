@@ -42,26 +42,28 @@ def measure_passes(
     takes twice the budget.
     """
     warm_up: list[list[Pass]] = [[] for _ in batches]
-    one_round = partial(_one_round, model, batches, with_loss=with_loss, device=device)
-    one_round(warm_up, rests=False)
+    a_round = partial(one_round, model, batches, with_loss=with_loss, device=device)
+    a_round(warm_up, rests=False)
     if budget.spent() >= 2.0:
         return warm_up
     passes: list[list[Pass]] = [[] for _ in batches]
     while budget.wants_another(len(passes[-1])):
-        one_round(passes, rests=True)
+        a_round(passes)
         progress(min(0.9, 0.9 * budget.spent()))
     return passes
 
 
-def _one_round(
+def one_round(
     model: nn.Sequential,
     batches: Sequence[Batch],
     passes: list[list[Pass]],
     *,
     with_loss: bool,
-    rests: bool,
-    device: TorchDevice,
+    rests: bool = True,
+    device: TorchDevice = CPU,
+    clock: Callable[[], float] | None = None,
 ) -> None:
+    """Add some passes of each batch size: one of the largest, and more of small ones; each from rest."""
     largest = len(batches[-1])
     for batch, done in zip(batches, passes, strict=True):
         # A full batch is the first of its iteration and allocates gradients; a micro-batch mostly adds to them.
@@ -71,10 +73,17 @@ def _one_round(
         for _ in range(max(1, min(4, largest // (8 * len(batch))))):
             if rests:
                 rest()
-            done.append(training_pass(model, batch, with_loss=with_loss, device=device))
+            done.append(training_pass(model, batch, with_loss=with_loss, device=device, clock=clock))
 
 
-def training_pass(model: nn.Sequential, batch: Batch, *, with_loss: bool = True, device: TorchDevice = CPU) -> Pass:
+def training_pass(
+    model: nn.Sequential,
+    batch: Batch,
+    *,
+    with_loss: bool = True,
+    device: TorchDevice = CPU,
+    clock: Callable[[], float] | None = None,
+) -> Pass:
     """Return the CPU seconds of each layer, forward and backward; without `with_loss`, the gradient is all ones.
 
     On an accelerator, where the model and the batch are, they are the seconds until it has done its work.
@@ -86,7 +95,7 @@ def training_pass(model: nn.Sequential, batch: Batch, *, with_loss: bool = True,
     output: Any = batch.inputs
     forward_s = []
     reached: dict[int, float] = {}
-    clock = device.clock
+    clock = clock or device.clock
     for place, layer in enumerate(model, start=1):
         start = clock()
         with device.computing():

@@ -20,7 +20,8 @@ _GIB = 2**30
 class Machine:
     """What a machine computes in a second for one stage, in float32; on a board, all cores compute one stage.
 
-    `cores` is the number of stages that it computes at the same time, each at these rates; `memory_bytes` is what the
+    `cores` is the number of stages that it computes at the same time, each at these rates, and `threads` the number of
+    its cores that compute each of them; `memory_bytes` is what the
     system leaves to a process; `how` says where the numbers come from.
     """
 
@@ -35,6 +36,7 @@ class Machine:
     load_s: float
     copy_bytes_per_s: float
     how: str
+    threads: int = 1
 
 
 _SCALED = (
@@ -53,6 +55,7 @@ MACHINES = {
             "raspberry-pi-3b",
             "Raspberry Pi 3B, 4 x Cortex-A53 1.2 GHz, 1 GB",
             cores=1,
+            threads=4,
             memory_bytes=800 * 2**20,
             dense_macs_per_s=5e9,
             grouped_macs_per_s=0.26e9,
@@ -67,6 +70,7 @@ MACHINES = {
             "raspberry-pi-5",
             "Raspberry Pi 5, 4 x Cortex-A76 2.4 GHz, 4 GB",
             cores=1,
+            threads=4,
             memory_bytes=7 * _GIB // 2,
             dense_macs_per_s=25e9,
             grouped_macs_per_s=1.7e9,
@@ -81,6 +85,7 @@ MACHINES = {
             "jetson-orin-nano",
             "Jetson Orin Nano, 6 x Cortex-A78AE 1.5 GHz, 8 GB, without its GPU",
             cores=1,
+            threads=6,
             memory_bytes=13 * _GIB // 2,
             dense_macs_per_s=23e9,
             grouped_macs_per_s=2.1e9,
@@ -167,6 +172,7 @@ def machine_profile(
         backward_at_cut_s=_CALLS_AT_CUT * machine.call_s,
         noise_s_per_byte=_NOISE_COPIES * item_bytes("float32") / item_bytes(dtype) / machine.copy_bytes_per_s,
         machine=machine.title,
+        threads=machine.threads,
         how=machine.how + _HOW_CODING,
         coding={name: _coding_times(machine, *costs) for name, costs in _CODING.items()},
         changes_share=changes_share,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from pipar.errors import ConfigError
-from pipar.json_records import list_of, object_of, only_fields, read_fields
+from pipar.json_records import is_whole, list_of, object_of, only_fields, read_fields
 from pipar.wire import encodings
 from pipar.wire.encodings import chunk_bytes, chunk_sizes
 
@@ -19,12 +19,13 @@ FORMAT = 10
 BUSY_CORES = 0.25
 #: No machine that trains exceeds these. Sums and products of larger numbers might overflow.
 LONGEST_S = 1e6
+_MOST_THREADS = 1024
 _MOST_COUNTED = 10**15
 _LARGEST_BATCH = 10**6
 _MOST_TENSORS = 127
 
 #: Fields that are left out of the file with these values, as they always were once.
-_USUAL = {"optimizer": "sgd", "state_copies": 1.0, "busy_cores": 0.0}
+_USUAL: dict[str, Any] = {"optimizer": "sgd", "state_copies": 1.0, "busy_cores": 0.0, "threads": 1, "one_thread": ()}
 
 #: Shares of the batch that are measured: the full batch, and micro-batches down to where fixed costs show. Half
 #: the batch is among them because large activations do not fit caches: a line from B/4 to B is 10 % off there.
@@ -118,8 +119,11 @@ class Profile:
     not measured, and is not chosen. The times of "changes" are those to find what a round has changed in a model, and
     to apply it, in addition to packing and installing; `changes_share` is their share of the model's bytes.
 
-    Times are those of one core while the others are idle. `crowded` is the factor by which a pass takes longer, at each
-    batch size, while `crowd` other cores compute as well; empty: no contention.
+    Times are those of stages that `threads` threads compute together, each on a core of its own. If these are several,
+    `one_thread` is known where it was measured, and `on_one_thread` converts the profile.
+
+    Times are those of one stage while other cores are idle. `crowded` is the factor by which a pass takes longer, at
+    each batch size, while `crowd` other cores compute as well; empty: no contention.
     """
 
     model: str
@@ -153,6 +157,8 @@ class Profile:
     busy_cores: float = 0.0  # that other programs used while it was measured
     accelerator: str = ""  # that computed the layers; empty for the CPU
     autocast: str = "off"  # as in the configuration
+    threads: int = 1  # that compute one stage
+    one_thread: tuple[float, ...] = ()  # how many times as long a pass takes on one thread, at each batch size
 
     def __post_init__(self) -> None:
         problem = _problem(self)
@@ -173,6 +179,16 @@ class Profile:
     def frozen_layers(self) -> int:
         """How many layers are before the first trained one: a device with only these has nothing to train."""
         return next((number for number, layer in enumerate(self.layers) if layer.trained), len(self.layers))
+
+    def on_one_thread(self) -> Profile:
+        """Return the profile of the same machine with one thread, or raise ConfigError if that was not measured."""
+        if self.threads == 1:
+            return self
+        if not self.one_thread:
+            raise ConfigError(f"The profile of '{self.model}' is of {self.threads} threads, and of them only.")
+        layers = tuple(_slower(layer, self.one_thread) for layer in self.layers)
+        how = f"{self.how}, converted to one thread"
+        return replace(self, layers=layers, threads=1, one_thread=(), how=how)
 
     @property
     def doubt(self) -> str:
@@ -264,12 +280,23 @@ class Profile:
         """Return the profile of a JSON object."""
         values = read_fields(cls, text, FORMAT, _USUAL)
         layers = tuple(_layer(layer) for layer in list_of(values["layers"], "layers"))
-        lists = {key: tuple(list_of(values[key], key)) for key in ("batch_sizes", "crowded")}
+        values["one_thread"] = list(values["one_thread"] or ()) if values["threads"] == 1 else values["one_thread"]
+        lists = {key: tuple(list_of(values[key], key)) for key in ("batch_sizes", "crowded", "one_thread")}
         coding = {
             name: CodingTimes(**only_fields(CodingTimes, times))
             for name, times in object_of(values["coding"], "coding").items()
         }
         return cls(**{**values, "layers": layers, "coding": coding, **lists})
+
+
+def _slower(layer: LayerProfile, factors: tuple[float, ...]) -> LayerProfile:
+    """Return a layer that takes these factors as long, at each batch size."""
+
+    def times(seconds: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(one * factor for one, factor in zip(seconds, factors, strict=True)) if seconds else ()
+
+    forward_s, backward_s, least_s = map(times, (layer.forward_s, layer.backward_s, layer.least_s))
+    return replace(layer, forward_s=forward_s, backward_s=backward_s, least_s=least_s)
 
 
 _CODED = (*encodings.CODED, "changes")
@@ -305,6 +332,12 @@ def _problem(profile: Profile) -> str | None:
             f"total_layers is {_shown(profile.total_layers)}, but {len(profile.layers)} layers are here: give at least "
             "as many, or 0 for just these"
         )
+    if not is_whole(profile.threads, 1, _MOST_THREADS):
+        return f"threads is {_shown(profile.threads)}, not a whole number from 1 to {_MOST_THREADS}"
+    if profile.one_thread and (
+        len(profile.one_thread) != len(sizes) or not all(_is_amount(one) and one > 0 for one in profile.one_thread)
+    ):
+        return f"one_thread is {_shown(list(profile.one_thread))}, not a factor for each of {len(sizes)} batch sizes"
     if not _is_count(profile.crowd, _MOST_COUNTED):
         return f"crowd is {_shown(profile.crowd)}, not a number of cores"
     if profile.crowded and (len(profile.crowded) != len(sizes) or not all(_is_slowdown(r) for r in profile.crowded)):

@@ -58,6 +58,11 @@ class Introduction:
     machine: str = ""  # an identifier that only programs of the same machine share, if it tells one
     answers_probes: bool = False  # which measure its link
 
+    @property
+    def threads(self) -> int:
+        """How many threads compute one of its stages."""
+        return 1 if self.profile is None else self.profile.threads
+
 
 def read_hello(message: Message, expected: Expected, peer: str | None) -> Introduction:
     """Return a device's introduction, or raise; its name has to match `peer`, the one in its credential."""

@@ -117,6 +117,12 @@ class OpenEnrolment:
         self.check_allowed(introduction.name)
         if introduction.profile is None:
             raise ProtocolError(f"'{introduction.name}' sent no profile of its machine, so no plan can be made for it.")
+        wanted = self._spec(introduction.name).threads
+        if wanted not in ("auto", introduction.threads):
+            raise ProtocolError(
+                f"'{introduction.name}' computes with {introduction.threads} threads, but devices.threads = {wanted} "
+                "in the server's configuration: give both the same."
+            )
         most = self.job.most_samples
         if most is not None and introduction.samples > most:
             raise ProtocolError(

@@ -31,6 +31,9 @@ class ServerPart(Protocol):
     def decode(self, message: Message, encoding: str) -> Any: ...
     def forward(self, decoded: Any) -> Any: ...
     def backward(self, forwarded: Any) -> Any: ...
+    def begin_batch_at_once(self) -> None: ...  # whose micro-batches may be computed at the same time, with these:
+    def forward_at_once(self, decoded: Any) -> Any: ...
+    def backward_at_once(self, micro_batch: int, forwarded: Any) -> Any: ...
     def chunk_bytes(self, message: Message, encoding: str) -> Sequence[int]: ...  # of its gradient, chunk by chunk
     def encode(self, gradient: Any, encoding: str, place: Place) -> Body: ...  # its first chunk, at least
     def measure_gradient(self) -> float: ...  # the squared norm of what a step will apply
@@ -157,6 +160,8 @@ class Training:
     should_stop: Callable[[], bool] = lambda: False  # whether the caller wants no further round
     local_epochs: int = 1  # passes over a device's samples in each epoch
     draw: Draw = field(default_factory=Draw)  # which devices take part in a round
+    #: Micro-batches of a device with a plan that are computed at the same time, by the number of devices that train.
+    at_once: Callable[[Plan, int], int] = lambda _plan, _devices: 1
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class Membership:
         channel.emulate(self._policy.link(name), attrgetter("down_bps"))
         self.sessions[name] = session
         self._readers[session] = self._loop.create_task(self._read(session))
-        self._observe(Joined(name, len(self.sessions)))
+        self._observe(Joined(name, len(self.sessions), introduction.threads))
         if self._last_epoch is not None:
             session.stop(self._last_epoch)
         self._notify()

@@ -70,7 +70,9 @@ class Server:
         self._exchange = ModelExchange(learner, pool, plans, self._validation)
         self._replicas = SharedReplica(learner, pool, method) if method.shares_server_model else Replicas(learner, pool)
         self._progress = progress = ProgressReporter(membership, lanes.recorder, services.observe)
-        serving = Serving(membership, self._replicas, plans, self._exchange, progress, services.observe)
+        serving = Serving(
+            membership, self._replicas, plans, self._exchange, progress, services.observe, at_once=training.at_once
+        )
         self._rounds = Rounds(training, membership, self._replicas, serving, self._exchange, services.observe)
 
     # --- Algorithm 2

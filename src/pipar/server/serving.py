@@ -13,6 +13,8 @@ from pipar.errors import LinkError, ProtocolError, describe, forget_frames, is_l
 from pipar.events import Dropped, NotKept, Observer
 from pipar.execution.schedule import StepCount, count_steps
 from pipar.execution.work import Place, Work
+from pipar.methods import Plan
+from pipar.server.at_once import SeveralAtOnce, Turn
 from pipar.server.device_messages import EndOfEpoch, SquaredError, added_errors, expect, read_end
 from pipar.server.interfaces import ServerPart
 from pipar.server.membership import Membership
@@ -49,7 +51,11 @@ class Serving:
         exchange: ModelExchange,
         progress: ProgressReporter,
         observe: Observer,
+        *,
+        at_once: Callable[[Plan, int], int] = lambda _plan, _devices: 1,
     ) -> None:
+        self._at_once = at_once
+        self._devices = 1  # that train now
         self._membership = membership
         self._replicas = replicas
         self._plans = plans
@@ -62,6 +68,7 @@ class Serving:
     ) -> None:
         """Let the devices of a group train, at the same time, and show `signs_of_life` as this says for each."""
         devices = [session.device for session in group]
+        self._devices = len(devices)
         self._replicas.begin_turns(devices)
         self._plans.begin_measuring(devices)
         kept = {session: self._kept_epoch(session) for session in group}
@@ -99,16 +106,25 @@ class Serving:
         batches = BatchCounter(epoch, orders.plan.micro_batches if splits else 0)
         losses: list[float | None] = []
         errors: list[SquaredError] = []
-        while (message := await self._next(session)).kind is Kind.ACTIVATION:  # until 'stop epoch'
-            batches.count(message)
-            if batches.samples > session.round_samples:
-                raise ProtocolError(f"{message} exceeds the {session.round_samples} samples of the device.")
-            self._begin_to_keep(session, orders, message)
-            await self._serve_micro_batch(session, replica, orders, message, is_last=batches.is_whole)
-            if batches.is_whole:
-                loss, error = await self._finish_iteration(session, replica, orders, message)
-                losses.append(loss)
-                errors.append(error)
+        most = self._at_once(orders.plan, self._devices)
+        several = SeveralAtOnce(session, most)
+        try:
+            while (message := await self._next(session)).kind is Kind.ACTIVATION:  # until 'stop epoch'
+                batches.count(message)
+                if batches.samples > session.round_samples:
+                    raise ProtocolError(f"{message} exceeds the {session.round_samples} samples of the device.")
+                self._begin_to_keep(session, orders, message)
+                if most == 1:
+                    await self._serve_micro_batch(session, replica, orders, message, is_last=batches.is_whole)
+                else:
+                    await self._begin_micro_batch(several, session, replica, orders, message)
+                if batches.is_whole:
+                    await several.finish()
+                    loss, error = await self._finish_iteration(session, replica, orders, message)
+                    losses.append(loss)
+                    errors.append(error)
+        finally:
+            several.stop()
         self._replicas.finish(session.device)
         end = read_end(message, epoch)
         if splits:
@@ -165,15 +181,44 @@ class Serving:
     ) -> None:
         """Compute the gradients of one micro-batch, and send that of its activations to the device."""
         await self._replicas.wait_for_turn(session.device)
+        is_measured = is_last and orders.exchanges_norms
+        backward = _measured_backward(replica) if is_measured else replica.backward
+        reply = GradientReply(session, message, Turn())
+        await self._compute(session, replica, orders, message, (replica.forward, backward), reply)
+
+    async def _begin_micro_batch(
+        self, several: SeveralAtOnce, session: Session, replica: ServerPart, orders: Orders, message: Message
+    ) -> None:
+        """Begin to do the same while other micro-batches of the batch are computed."""
+        if message.micro_batch == 1:
+            replica.begin_batch_at_once()
+        functions = replica.forward_at_once, partial(replica.backward_at_once, message.micro_batch)
+
+        async def work(turn: Turn) -> None:
+            await self._compute(session, replica, orders, message, functions, GradientReply(session, message, turn))
+
+        await several.begin(work)
+
+    async def _compute(
+        self,
+        session: Session,
+        replica: ServerPart,
+        orders: Orders,
+        message: Message,
+        functions: tuple[Callable[[Any], Any], Callable[[Any], Any]],
+        reply: GradientReply,
+    ) -> None:
+        """Compute a micro-batch by its forward and its backward, and send the gradient of its activations."""
+        compute_forward, compute_backward = functions
         plan, work = orders.plan, _work_of(message, orders, session.device)
-        reply = GradientReply(session, message)
         place = (*reply.place, session.device)
         encoding = "raw" if message.body.encoding == "kept" else plan.up
         decode = replace(work("decode"), encoding=encoding, chunks=chunk_count(message.body))
-        forward = (decode, self._decoding(session, replica, orders, message)), (work("fs"), replica.forward)
+        forward = (decode, self._decoding(session, replica, orders, message)), (work("fs"), compute_forward)
         if not orders.trains_part:  # the answer is empty: it only grants the next micro-batch
-            backward = (work("bs"), lambda forwarded: replica.encode(replica.backward(forwarded), plan.down, place))
+            backward = (work("bs"), lambda forwarded: replica.encode(compute_backward(forwarded), plan.down, place))
             reply.send_first(await self._replicas.compute(session, *forward, backward))
+            reply.end()
             return
         first, *others = (
             replace(work("encode"), size_bytes=size, encoding=plan.down)
@@ -181,7 +226,7 @@ class Serving:
         )
         steps = (
             *forward,
-            (work("bs"), _measured_backward(replica) if is_last and orders.exchanges_norms else replica.backward),
+            (work("bs"), compute_backward),
             (first, partial(replica.encode, encoding=plan.down, place=place)),
         )
         if others:  # the first chunk leaves while they are encoded
@@ -189,6 +234,7 @@ class Serving:
             await self._replicas.compute(session, *steps, *more, ended=reply.chunk_sender(len(steps)))
         else:
             reply.send_first(await self._replicas.compute(session, *steps))
+        reply.end()
 
     async def _finish_iteration(
         self, session: Session, replica: ServerPart, orders: Orders, message: Message
@@ -285,10 +331,11 @@ class BatchCounter:
 
 
 class GradientReply:
-    """Sends the gradient of one micro-batch; the first chunk leaves while the others are encoded."""
+    """Sends the gradient of one micro-batch in its turn; the first chunk leaves while the others are encoded."""
 
-    def __init__(self, session: Session, to: Message) -> None:
+    def __init__(self, session: Session, to: Message, turn: Turn) -> None:
         self._session = session
+        self._turn = turn
         self._place = (to.epoch, to.iteration, to.micro_batch, to.samples, to.batch_samples)
         self._body: Body | None = None
         self._is_wanted = True
@@ -300,6 +347,13 @@ class GradientReply:
 
     def send_first(self, body: Body) -> None:
         """Send the first chunk, or all if there is one, unless the device has been excluded from the round."""
+        self._turn.send(partial(self._send_first, body))
+
+    def end(self) -> None:
+        """All chunks are given."""
+        self._turn.end()
+
+    def _send_first(self, body: Body) -> None:
         self._is_wanted = self._session.wants_gradient_of(self._place[0])
         if self._is_wanted:
             self._session.reply(Message(Kind.GRADIENT, *self._place, body=body))
@@ -316,10 +370,14 @@ class GradientReply:
         def step_ended(place: int, value: Any) -> None:
             if place == steps - 1:
                 self.send_first(value)
-            elif place >= steps and self._is_wanted:
-                self._session.channel.add_chunk(self._chunks, value)
+            elif place >= steps:
+                self._turn.send(partial(self._send_chunk, value))
 
         return step_ended
+
+    def _send_chunk(self, chunk: Payload) -> None:
+        if self._is_wanted:
+            self._session.channel.add_chunk(self._chunks, chunk)
 
     @property
     def _chunks(self) -> Chunks:

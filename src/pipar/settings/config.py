@@ -26,6 +26,7 @@ from pipar.settings.values import (
     Positive,
     Probability,
     Share,
+    Threads,
     UpToAMillion,
 )
 
@@ -121,6 +122,7 @@ class WireSection(Section):
 
 class ServerSection(Section):
     cores: Positive | None = None
+    threads: Threads = 1  # that compute micro-batches of one device
     speed: Fraction = 1.0
     profile: str | None = None
     listen: Annotated[str, AfterValidator(values.address)] = "127.0.0.1:0"
@@ -187,6 +189,7 @@ class DeviceSection(Section):
     speed: Fraction = 0.05
     profile: str | None = None
     memory: Annotated[int | None, BeforeValidator(values.size)] = None  # bytes; with a named machine, the machine's
+    threads: Threads = "auto"  # that compute one stage
     split_point: PlanNumber | None = None
     micro_batches: PlanNumber | None = None
     torch_device: Annotated[str, AfterValidator(values.torch_device)] = "cpu"  # or "auto", "cuda", "cuda:1", "mps", ...
@@ -420,6 +423,7 @@ class DeviceSpec:
     memory_bytes: int | None = None
     torch_device: str = "cpu"
     autocast: Literal["off", "bf16"] = "off"
+    threads: int | Literal["auto"] = "auto"
 
 
 def device_specs(config: Config) -> tuple[DeviceSpec, ...]:
@@ -457,4 +461,5 @@ def _device_spec(config: Config, group: DeviceSection, number: int, count: int) 
         memory_bytes=group.memory,
         torch_device=group.torch_device,
         autocast=group.autocast,
+        threads=group.threads,
     )

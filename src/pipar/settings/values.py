@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from pipar.errors import ConfigError, InputError
+from pipar.json_records import is_whole
 from pipar.settings.metrics import check_names
 from pipar.units import parse_duration, parse_size, split_address
 
@@ -21,6 +22,8 @@ ELEMENT_LOSSES = ("mse", "l1", "smooth_l1", "bce")
 _LEAST_KEEPALIVE_S = 1.0
 #: The most samples of a batch, and the most devices of a group.
 LARGEST_BATCH = 1_000_000
+#: No machine has more cores.
+MOST_THREADS = 1024
 #: The most rounds of a training.
 MOST_EPOCHS = 1_000_000_000
 #: The most passes over a device's samples in one round.
@@ -39,6 +42,12 @@ def plan_number(value: Any) -> Any:
         raise ValueError("is neither 'auto' nor a whole number")
     if value != "auto" and value < 1:
         raise ValueError("is less than 1; give a whole number from 1 on, or 'auto'")
+    return value
+
+
+def threads(value: Any) -> Any:
+    if value != "auto" and not is_whole(value, 1, MOST_THREADS):
+        raise ValueError(f"is not allowed: give a whole number from 1 to {MOST_THREADS}, or 'auto'")
     return value
 
 
@@ -233,3 +242,4 @@ LocalEpochs = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=MOST_L
 Probability = Annotated[float, BeforeValidator(refuse_bool), Field(gt=0, lt=1)]
 Share = Annotated[float, BeforeValidator(refuse_bool), Field(ge=0, le=1)]
 PlanNumber = Annotated[Literal["auto"] | int, BeforeValidator(plan_number)]
+Threads = Annotated[Literal["auto"] | int, BeforeValidator(threads)]

@@ -364,6 +364,8 @@ class RunFolder:
             "seed": job.config.run.seed,
             "layers": job.layers,
             "plans": plans_as_json(job.plans),
+            "server_threads": job.server_threads,
+            "threads": {name: job.threads(name) for name in sorted(job.device_profiles)},
             "replans": self._replans(),
             "epochs": self.epochs.rows(),
             "rounds": self._rounds(),

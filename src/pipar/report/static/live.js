@@ -210,7 +210,8 @@
       row.node.dataset.state = device.state;
       row.chip.dataset.state = device.state;
       setText(row.chip, STATES[device.state] || device.state);
-      setText(row.plan, device.plan || "–");
+      const threads = device.threads > 1 ? `, ${device.threads} threads` : "";
+      setText(row.plan, `${device.plan || "–"}${threads}`);
       setText(row.place, device.epoch ? `epoch ${device.epoch}, iteration ${device.iteration}${device.iterations ? ` of ${device.iterations}` : ""}` : "–");
       row.compute.set(device.compute);
       row.uplink.set(device.uplink);
