@@ -14,7 +14,7 @@ MESSAGE_BYTES = 256
 class Keepalive:
     """A silent peer is pinged after `every_s`, and counts as lost if it does not answer within `timeout_s`.
 
-    The answer may wait for 2.4 MB that the systems hold, so with 20 s a link of 1 Mbit/s does not count as lost. By
+    The answer may wait for up to 2.4 MB that are in flight, so with 20 s a link of 1 Mbit/s does not count as lost. By
     default one of 0.1 Mbit/s does not, either: devices show signs of life of their own (`heartbeat.py`), and these
     pings are the last resort.
     """
