@@ -159,9 +159,13 @@ QUOTES = (
         unit=" MiB",
     ),
     Quote(
-        "real time to simulate an epoch of 5 iterations, timing-only: 100 devices, 10,000 devices",
+        "real time to simulate an epoch of 5 iterations, timing-only: 100, 10,000 and 100,000 devices",
         "scale",
-        ("100 devices, one epoch of 5 iterations, timing-only", "10,000 devices, the same"),
+        (
+            "100 devices, one epoch of 5 iterations, timing-only",
+            "10,000 devices, the same",
+            "100,000 devices, the same",
+        ),
         "{:.1f}",
         " s",
         in_readme=True,
