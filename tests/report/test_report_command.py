@@ -15,7 +15,7 @@ from support.small_runs import SETTINGS
 import pipar
 from pipar.cli import cli, main
 from pipar.events import Event, ReportFailed, ReportWritten
-from pipar.launch import virtual
+from pipar.launch import simulated
 from pipar.report import try_write_comparison, writing
 from pipar.settings.config_file import load_config
 
@@ -102,10 +102,10 @@ def test_an_interrupted_run_has_a_page_of_its_epochs(tmp_path: Path, monkeypatch
         train(*arguments, **words)
         raise KeyboardInterrupt
 
-    train = virtual.train_timing_only
+    train = simulated.simulate_training
     events: list[Event] = []
     monkeypatch.setenv("PIPAR_RUNS", str(tmp_path))
-    monkeypatch.setattr(virtual, "train_timing_only", interrupted)
+    monkeypatch.setattr(simulated, "simulate_training", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pipar.run(world="timing-only", settings=QUICK, report=True, observe=events.append)
     (written,) = [event.path for event in events if isinstance(event, ReportWritten)]
