@@ -19,7 +19,6 @@ from pipar.events import (
     Preparing,
     Started,
     Starting,
-    TimedByPrograms,
     ignore,
     tell_all,
 )
@@ -34,7 +33,6 @@ from pipar.launch.rehearsal import rehearse
 from pipar.launch.uncollected import uncollected
 from pipar.monitoring.showing import shown
 from pipar.monitoring.tracker_threads import tracked
-from pipar.privacy.budget import PrivacyAccountant
 from pipar.recording.recorder import check_can_record, recorded
 from pipar.server.allow_list import AllowList
 from pipar.settings.aggregators import check_method
@@ -319,37 +317,19 @@ class RunOptions:
 
 
 def _run_timing_only(job: Job, options: RunOptions) -> Result:
+    from pipar.launch.simulated import time_training  # imports numpy, without which commands start faster
+
     with _open_folder(job, options, "timing-only") as path:
         folder = RunFolder(path, job, world="timing-only", command=options.command)
         try:
             with recorded(folder, world="timing-only", is_on=options.record) as (emitting, watching):
                 emit, watch = emitting(options.epoch_recorder(folder)), watching(folder.event_recorder(options.observe))
-                _time(job, emit, watch, folder.accountant, options)
+                given = {"programs": options.programs, "recorded": options.record}
+                stopping = options.callbacks.should_stop
+                time_training(job, emit, watch, accountant=folder.accountant, should_stop=stopping, **given)
         finally:  # the epochs so far are kept, even if it is interrupted
             content = save_result(folder, without_signals(folder.finish), options.observe)
         return Result(path, content)
-
-
-def _time(
-    job: Job,
-    emit: Callable[[EpochResult, list[Span]], None],
-    observe: Observer,
-    accountant: PrivacyAccountant,
-    options: RunOptions,
-) -> None:
-    """Time a training with the simulator, or with the programs if they are asked for or needed."""
-    # Import numpy, without which commands start faster.
-    from pipar.launch.simulated import simulate_training, why_programs
-    from pipar.launch.virtual import train_timing_only
-
-    should_stop = options.callbacks.should_stop
-    reason = "it is recorded" if options.record else why_programs(job)
-    if not options.programs and not reason:
-        simulate_training(job, emit, observe, accountant=accountant, should_stop=should_stop)
-        return
-    if not options.programs:
-        observe(TimedByPrograms(reason))
-    train_timing_only(job, emit, observe, accountant=accountant, should_stop=should_stop)
 
 
 def _run_with_torch(config: Config, own: UserObjects, world: World, options: RunOptions) -> Result:

@@ -6,12 +6,21 @@ import asyncio
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
-from pipar.events import Drawn, EndedByCallback, EpochResult, Observer, RoundOver, Scores, ignore
+from pipar.events import (
+    Drawn,
+    EndedByCallback,
+    EpochResult,
+    Observer,
+    RoundOver,
+    Scores,
+    TimedByPrograms,
+    ignore,
+)
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import Span, Totals
 from pipar.job.job import Job
 from pipar.launch.assemble import assemble_bookkeeping, chooses_plans
-from pipar.launch.virtual import timing_only_setup
+from pipar.launch.virtual import timing_only_setup, train_timing_only
 from pipar.planner.replanner import MeasuredLink
 from pipar.planner.simulated_training import SimulatedTraining
 from pipar.privacy.budget import PrivacyAccountant
@@ -61,6 +70,26 @@ async def _plans_change(job: Job) -> bool:
         if any(job.plans.get(name, plan) != plan for name, plan in found.items()):
             return True
     return False
+
+
+def time_training(
+    job: Job,
+    emit: Emit,
+    observe: Observer,
+    *,
+    accountant: PrivacyAccountant | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    programs: bool = False,
+    recorded: bool = False,
+) -> None:
+    """Time a training with the simulator, or with the programs if they are asked for or needed; an event says why."""
+    if not programs:
+        reason = "it is recorded" if recorded else why_programs(job)
+        if not reason:
+            simulate_training(job, emit, observe, accountant=accountant, should_stop=should_stop)
+            return
+        observe(TimedByPrograms(reason))
+    train_timing_only(job, emit, observe, accountant=accountant, should_stop=should_stop)
 
 
 def simulate_training(
