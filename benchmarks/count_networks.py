@@ -19,7 +19,7 @@ from pipar.networks.blocks import NORMS
 from pipar.networks.models import NETWORKS, build_model
 from pipar.profiling.operation_counter import count_layers
 from pipar.profiling.operation_counts import FEW_CLASSES, MANY_CLASSES, counts_key, pack_counts, rectified_at
-from pipar.tensors.rectified import rectified_cuts
+from pipar.tensors.relu_outputs import rectified_cuts
 
 FILE = Path(pipar.profiling.__file__).with_name("networks.json")
 Case = tuple[str, str, tuple[int, int, int]]

@@ -25,7 +25,7 @@ from pipar.job.workload import Workload
 from pipar.nn.optimizers import OptimizerSettings
 from pipar.nn.runtime import keep_freed_memory, one_thread
 from pipar.settings.config_file import load_config
-from pipar.tensors.rectified import rectified_cuts
+from pipar.tensors.relu_outputs import rectified_cuts
 from pipar.wire.encodings import chunk_sizes
 from pipar.wire.tensor_codec import encode
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipar.wire.changes import CHANGED, SAME, WHOLE, encode_changes
 from pipar.wire.encodings import CODED, chunk_sizes, row_values
 from pipar.wire.frames import HEADER_BYTES, cut_message, pack_frame
 from pipar.wire.lossy import Lossy
 from pipar.wire.messages import Body, Chunks, Kind, Message, Payload, json_body
+from pipar.wire.model_changes import CHANGED, SAME, WHOLE, encode_changes
 from pipar.wire.tensor_codec import encode
 
 _EXTREMES = {1: "!B", 2: "!H", 4: "!I", 8: "!Q"}

@@ -25,7 +25,7 @@ from pipar.profiling.coding_costs import run_through
 from pipar.profiling.measurement_task import Batch
 from pipar.profiling.operation_counts import shares_key
 from pipar.tasks.task import classification
-from pipar.tensors.rectified import rectified_cuts
+from pipar.tensors.relu_outputs import rectified_cuts
 
 FILE = Path(pipar.profiling.__file__).with_name("shares.json")
 SHAPE, CLASSES = (3, 32, 32), 10

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.record import Claim
 from pipar.job.prepare import prepare_timing_only
 from pipar.launch.rehearsal import rehearse
-from pipar.planner.predictor import predict_s
+from pipar.planner.learned_costs import predict_s
 from pipar.settings.config_file import config_from
 from reproduction.replanning_cost import replanning_cost
 

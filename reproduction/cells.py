@@ -21,7 +21,7 @@ from pipar.launch.simulated import time_training
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet, plans_by_device
-from pipar.planner.predictor import predict_s
+from pipar.planner.learned_costs import predict_s
 from pipar.planner.search import search_kinds, search_plans
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.stage_times import lane_s

@@ -15,8 +15,8 @@ from pipar.planner.background_search import search_again
 from pipar.planner.compute_load import compute_seconds
 from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet, PlansByKind, plans_by_device
-from pipar.planner.paper_estimate import estimate_plans
-from pipar.planner.predictor import Predictor
+from pipar.planner.learned_costs import Predictor
+from pipar.planner.paper_selection import estimate_plans
 from pipar.planner.search import SearchResult, search_kinds
 from pipar.planner.search_settings import UNHURRIED
 from pipar.planner.simulator import simulate, simulate_within

@@ -48,9 +48,15 @@ def test_packages_are_at_most_two_levels_deep() -> None:
 
 
 MADE_UP = {
-    ("execution.stages", "from pipar.server.program import Server"): "execution.stages imports server.program, which",
-    ("execution.stages", "import pipar.server.program"): "execution.stages imports server.program, which",
-    ("execution.stages", "from pipar.server import program"): "execution.stages imports server.program, which",
+    (
+        "execution.stage_graph",
+        "from pipar.server.program import Server",
+    ): "execution.stage_graph imports server.program, which",
+    ("execution.stage_graph", "import pipar.server.program"): "execution.stage_graph imports server.program, which",
+    (
+        "execution.stage_graph",
+        "from pipar.server import program",
+    ): "execution.stage_graph imports server.program, which",
     ("nn.parts", "import pipar"): "nn.parts imports __init__, which",
     (
         "planner.search",

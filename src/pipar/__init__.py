@@ -1,9 +1,9 @@
 """Pipelined split federated learning across real devices, and their testbed in virtual time.
 
 Where to find the paper: Algorithm 1 in `device.program`, Algorithm 2 in `server.program`, the stage graph in
-`execution.stages`, the estimate in `planner.paper_estimate`, the choice of P and N in `planner.search`. The wire format
-is in `wire.frames`, exact encodings in `wire.exact`, the checkpoint format in `storage.checkpoint`, the live page in
-`live_page.web`.
+`execution.stage_graph`, the estimate in `planner.paper_selection`, the choice of P and N in `planner.search`. The wire
+format is in `wire.frames`, exact encodings in `wire.exact`, the checkpoint format in `storage.checkpoint`, the live
+page in `live_page.web`.
 
 Packages, in reading order: `networks` (those that come with pipar), `cutting` (where a network can be cut), `tasks`
 (losses, targets and scores), `tensors` (what crosses a cut), `nn` (training on both sides of it), `aggregation` (the

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipar.cutting.graph_data import NotPlainError, graph_from_data, tensor_from_data, tensor_to_data
-from pipar.cutting.saved_line import line_from_data, line_to_data
+from pipar.cutting.saved_stages import line_from_data, line_to_data
 from pipar.cutting.split import named_layers
 from pipar.cutting.stage_line import Line, differs, line_of, whole_line
 from pipar.events import Preparing

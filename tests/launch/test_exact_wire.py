@@ -16,7 +16,7 @@ from torch import nn
 from pipar.events import Back, Dropped, Lost, Replanned, RoundRestarted
 from pipar.methods import Plan
 from pipar.profiling.profile import CodingTimes, Profile
-from pipar.tensors.rectified import rectified_cuts
+from pipar.tensors.relu_outputs import rectified_cuts
 from pipar.transport.channel import Channel
 from pipar.wire import encodings
 from pipar.wire.messages import Kind, Message

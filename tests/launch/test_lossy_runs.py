@@ -15,7 +15,7 @@ import pipar
 from pipar.methods import METHODS
 from pipar.profiling.profile import CodingTimes
 from pipar.storage.result import Result
-from pipar.tensors.rectified import rectified_cuts
+from pipar.tensors.relu_outputs import rectified_cuts
 from pipar.wire.encodings import LOSSY
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,13 +17,13 @@ from support.recursion import KINDS, all_stages, closed_form_s, end_times, previ
 from pipar.events import ignore
 from pipar.execution.schedule import cut_batch
 from pipar.execution.spans import Span
-from pipar.execution.stages import Stage
+from pipar.execution.stage_graph import Stage
 from pipar.execution.work import Work
 from pipar.job.job import Job
 from pipar.launch.virtual import train_timing_only
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
-from pipar.planner.paper_estimate import StageTimes, iteration_s
+from pipar.planner.paper_selection import StageTimes, iteration_s
 from pipar.profiling.machines import MACHINES, machine_profile
 from pipar.profiling.operation_counts import known_counts
 from pipar.profiling.profile import LayerProfile, Profile

@@ -15,7 +15,7 @@ from pipar.planner.background_search import ReplanBySearch, SearchProcess, _are_
 from pipar.planner.compute_load import compute_seconds
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
-from pipar.planner.predictor import Predictor
+from pipar.planner.learned_costs import Predictor
 from pipar.planner.search import search_plans
 from pipar.planner.search_settings import QUICK, UNHURRIED, SearchSettings
 from pipar.planner.simulator import simulate

@@ -19,13 +19,13 @@ from pipar.execution.clock import run_virtually
 from pipar.methods import Plan
 from pipar.planner.background_search import ReplanBySearch, search_inline
 from pipar.planner.compute_load import compute_seconds
-from pipar.planner.encoding import reencoded
+from pipar.planner.encoding_choice import reencoded
 from pipar.planner.fleet import Fleet, SharedHost
-from pipar.planner.predictor import Predictor
+from pipar.planner.learned_costs import Predictor
 from pipar.planner.replanner import Replanner
 from pipar.planner.search import search_plans
 from pipar.planner.simulator import simulate, simulate_within
-from pipar.planner.whole_networks import surest
+from pipar.planner.uncut_plans import surest
 from pipar.settings.links import Link
 
 Q = 4  # layers of the fleets' network

@@ -22,7 +22,7 @@ from pipar.planner.candidates import Allow, Candidate, candidates, check_given
 from pipar.planner.costs import Costs
 from pipar.planner.exhaustive import search_all
 from pipar.planner.fleet import Fleet, Member, plans_by_device
-from pipar.planner.paper_estimate import estimate_plans
+from pipar.planner.paper_selection import estimate_plans
 from pipar.planner.search import search_kinds
 from pipar.planner.search_settings import TIE
 from pipar.planner.simulator import simulate, simulate_within

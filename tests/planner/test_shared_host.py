@@ -12,7 +12,7 @@ from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, SharedHost
 from pipar.planner.search import search_plans
 from pipar.planner.simulator import simulate, simulate_within
-from pipar.planner.whole_networks import split_times
+from pipar.planner.uncut_plans import split_times
 from pipar.profiling.profile import LayerProfile, Profile
 from pipar.settings.links import Link
 

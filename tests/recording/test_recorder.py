@@ -23,8 +23,8 @@ from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, S
 from pipar.recording import recorder
 from pipar.recording.flight import RecordedEvent
 from pipar.recording.frames import pack_record, read_records
+from pipar.recording.micro_batch_sizes import Places
 from pipar.recording.moment import _LEFT_OUT, event_text
-from pipar.recording.places import Places
 from pipar.recording.recorder import FILE, _event_record, check_can_record, public_config, times_record
 from pipar.recording.stage_times import DeviceModel, LinkModel, stage_times
 from pipar.recording.writer import RecordWriter

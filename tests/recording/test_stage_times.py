@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipar.execution.spans import COMPUTE, DOWNLINK, IO, Span
-from pipar.recording.places import Places
+from pipar.recording.micro_batch_sizes import Places
 from pipar.recording.stage_times import DeviceModel, LinkModel, Sent, Sizes, stage_times
 from pipar.transport.shaping import Rates
 

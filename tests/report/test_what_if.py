@@ -17,7 +17,7 @@ from pipar.job.job import Job
 from pipar.job.plans import with_plans
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.launch.rehearsal import rehearse
-from pipar.planner.predictor import Predictor
+from pipar.planner.learned_costs import Predictor
 from pipar.report.what_if import what_if
 from pipar.settings.config_file import load_config
 

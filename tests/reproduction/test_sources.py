@@ -103,7 +103,7 @@ def test_modules_that_do_not_count_are_imported_to_show_track_record_and_report_
     }
     assert imported == {
         ("__init__", "scripting.plans"),
-        ("launch.run", "monitoring.showing"),
+        ("launch.run", "monitoring.progress_display"),
         ("launch.run", "monitoring.tracker_threads"),
         ("launch.run", "recording.recorder"),
         ("launch.run", "report.__init__"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipar.execution.stages import Stage
+from pipar.execution.stage_graph import Stage
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
-from pipar.planner.paper_estimate import StageTimes, full_batch_times
+from pipar.planner.paper_selection import StageTimes, full_batch_times
 from pipar.profiling.profile import Profile
 from pipar.settings.links import Link
 

@@ -16,7 +16,7 @@ from pipar.nn.optimizers import sgd
 from pipar.nn.server_part import TorchServerPart
 from pipar.tasks.task import classification
 from pipar.tensors.bodies import weights_sha256
-from pipar.tensors.rectified import rectified_cuts
+from pipar.tensors.relu_outputs import rectified_cuts
 from pipar.wire import encodings
 from pipar.wire.frames import Assembler, cut_message, pack_frame, unpack_frame
 from pipar.wire.messages import Body, Kind, Message

@@ -15,10 +15,10 @@ from benchmarks.hostile_frames import BASE, damaged, good_frames
 from pipar.errors import ProtocolError
 from pipar.wire import encodings
 from pipar.wire import frames as wire_format
-from pipar.wire.changes import decode_changes
 from pipar.wire.encodings import CODED
 from pipar.wire.frames import Assembler, body_limit, pack_frame, unpack_frame
 from pipar.wire.messages import Kind, Message, tensor_bytes
+from pipar.wire.model_changes import decode_changes
 from pipar.wire.tensor_codec import decode
 
 QUICK, MANY = 15_000, 70_000

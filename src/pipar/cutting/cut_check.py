@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from pipar.cutting.recast import recast
+from pipar.cutting.dtype_change import recast
 from pipar.tensors.inputs import Inputs, call, drawn_like, in_dtype, mapped, tensors_of
 
 #: Batches are tried with these numbers of samples: some networks compute something else for a single one.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice, repeat
 
-from pipar.execution.stages import Stage
+from pipar.execution.stage_graph import Stage
 
 
 def cut_epoch(

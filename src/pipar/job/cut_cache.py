@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pipar import cutting, tensors
-from pipar.cutting.saved_line import line_from_data, line_to_data
+from pipar.cutting.saved_stages import line_from_data, line_to_data
 from pipar.cutting.stage_line import Line
 from pipar.job.network_code import network_text
 from pipar.profiling.cache import find_text, keep_text

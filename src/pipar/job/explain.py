@@ -14,7 +14,7 @@ from pipar.job.job import Job
 from pipar.job.plans import Rehearse, plans_by_estimate, search_job_plans, simulation
 from pipar.planner.background_search import search_again
 from pipar.planner.candidates import candidates, plans_in_common
-from pipar.planner.encoding import reencoded
+from pipar.planner.encoding_choice import reencoded
 from pipar.planner.exhaustive import ExhaustiveResult, search_all
 from pipar.planner.fleet import Fleet, Member, plans_by_device, plans_from_sample
 from pipar.planner.timing import Simulate, epoch_timing

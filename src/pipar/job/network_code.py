@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipar.tensors.rectified import HOOKS
+from pipar.tensors.relu_outputs import HOOKS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 #: Attributes that every module has: they are compared in other ways, or do not matter.

@@ -10,13 +10,13 @@ from pipar.events import Observer, Preparing, ignore
 from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
-from pipar.planner.encoding import reencoded
+from pipar.planner.encoding_choice import reencoded
 from pipar.planner.fleet import Fleet, plans_by_device
-from pipar.planner.paper_estimate import estimate_plans
+from pipar.planner.paper_selection import estimate_plans
 from pipar.planner.search import SearchResult, search_plans
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.timing import Simulate, Timing
-from pipar.planner.whole_networks import surest
+from pipar.planner.uncut_plans import surest
 
 #: Returns the timing of a job's first iterations, or of a whole epoch, by a timing-only run of its programs.
 Rehearse = Callable[[Job, int | None], Timing]

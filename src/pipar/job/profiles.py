@@ -392,7 +392,7 @@ def count_network(workload: Workload, model: nn.Sequential) -> Counts:
         return known
     # Import torch, which a run with stored counts does without.
     from pipar.profiling.operation_counter import count_layers
-    from pipar.tensors.rectified import rectified_cuts
+    from pipar.tensors.relu_outputs import rectified_cuts
 
     if known is None:
         counts = rectified_at(count_layers(model, form, run=True, task=workload.task), rectified_cuts(model, form))

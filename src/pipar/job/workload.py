@@ -11,12 +11,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from pipar.cutting.constant_activations import steady_layers
 from pipar.cutting.cut_points import CutList
 from pipar.cutting.frozen import check_stays_frozen, check_trains, freeze
 from pipar.cutting.listing import layer_cuts
 from pipar.cutting.split import named_layers
 from pipar.cutting.stage_line import Line
-from pipar.cutting.steady import steady_layers
 from pipar.errors import ConfigError, ModelError
 from pipar.events import Observer, ignore
 from pipar.job.device_evaluation import HeldOutSamples, Judgement, Outline

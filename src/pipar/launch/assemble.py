@@ -15,7 +15,7 @@ from pipar.execution.spans import CORE, EVALUATION, SERVER, UPLINK, Recorder, Sp
 from pipar.job.job import Bounds, Job
 from pipar.methods import Plan
 from pipar.planner.background_search import PlanSearch, ReplanBySearch, ReplanEncodings, search_by_estimate
-from pipar.planner.predictor import Predictor, forecast_rounds
+from pipar.planner.learned_costs import Predictor, forecast_rounds
 from pipar.planner.replanner import Replan, Replanner
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.server.allow_list import AllowList

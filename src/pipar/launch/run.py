@@ -31,7 +31,7 @@ from pipar.launch.child_processes import start_fork_server
 from pipar.launch.final_model import final_files
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.uncollected import uncollected
-from pipar.monitoring.showing import shown
+from pipar.monitoring.progress_display import shown
 from pipar.monitoring.tracker_threads import tracked
 from pipar.recording.recorder import check_can_record, recorded
 from pipar.server.allow_list import AllowList

@@ -45,7 +45,7 @@ from pipar.events import (
     TrackerFailed,
 )
 from pipar.monitoring.event_text import EventDescriber
-from pipar.monitoring.foreign_lines import foreign_lines, real_standard_error
+from pipar.monitoring.third_party_logs import foreign_lines, real_standard_error
 
 LOGGER = "pipar"
 LogFormat = Literal["text", "json"]

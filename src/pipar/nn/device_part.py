@@ -32,7 +32,7 @@ from pipar.tensors.bodies import (
     tensor_body,
 )
 from pipar.tensors.inputs import Inputs, call, mapped, rebuilt, split_rows, tensors_of
-from pipar.tensors.rectified import is_rectified
+from pipar.tensors.relu_outputs import is_rectified
 from pipar.tensors.torch_device import CPU, TorchDevice, all_to_host
 from pipar.wire.encodings import chunk_bytes, is_sparse
 from pipar.wire.messages import (

@@ -20,18 +20,18 @@ from itertools import chain
 from pipar.errors import PlanError
 from pipar.methods import Plan
 from pipar.planner.calibration import situation_key
-from pipar.planner.encoding import reencoded
+from pipar.planner.encoding_choice import reencoded
 from pipar.planner.fleet import Fleet, plans_from_sample
+from pipar.planner.learned_costs import Predictor
 from pipar.planner.measured_epochs import PlansKey, plans_key
-from pipar.planner.paper_estimate import estimate_plans
-from pipar.planner.predictor import Predictor
+from pipar.planner.paper_selection import estimate_plans
 from pipar.planner.replanner import differs
 from pipar.planner.search import SearchResult, search_plans
 from pipar.planner.search_settings import QUICK, UNHURRIED, SearchSettings
 from pipar.planner.simulator import simulate, simulate_within
 from pipar.planner.stage_times import move_s
 from pipar.planner.timing import steady_epoch_s
-from pipar.planner.whole_networks import whole_plans
+from pipar.planner.uncut_plans import whole_plans
 from pipar.settings.links import Link
 
 #: Returns the best plans of a fleet, given the current ones.

@@ -13,7 +13,7 @@ from itertools import chain, repeat
 from pipar.errors import PlanError, TooLittleMemoryError
 from pipar.execution.work import Work
 from pipar.methods import METHODS, Method, Plan, check_plan
-from pipar.planner.encoding import with_encodings
+from pipar.planner.encoding_choice import with_encodings
 from pipar.planner.fleet import Auto, Fleet, Member, PlansByKind
 from pipar.profiling.memory import BASE_BYTES, fitting_window, replica_bytes, training_bytes
 
@@ -257,7 +257,7 @@ def _coded_s(fleet: Fleet, member: Member, plan: Plan, samples: int) -> tuple[fl
 
 
 def _sweep(pieces: list[_PieceTimes], latency_s: float, at_once: int) -> float:
-    """Return the end of the last backward: `paper_estimate.iteration_s` with each micro-batch's own times.
+    """Return the end of the last backward: `paper_selection.iteration_s` with each micro-batch's own times.
 
     The server computes `at_once` micro-batches at the same time, and answers them in their order.
     """

@@ -1,6 +1,6 @@
 """The search for every device's {P, N}; paper III-C, phase 3, and beyond it.
 
-The paper plans each device as if it were alone (`paper_estimate.estimate_plans`). Here the plans of all devices are
+The paper plans each device as if it were alone (`paper_selection.estimate_plans`). Here the plans of all devices are
 simulated together, because K devices share the server's C cores, and the best plan of one alone may starve the others.
 Devices of one kind (same machine, link, data size and limits) get one plan. The paper shortlists one N for each P; the
 search considers every N.
@@ -22,7 +22,7 @@ from pipar.errors import PlanError
 from pipar.methods import Plan
 from pipar.planner.candidates import Allow, Candidate, allowed_plans, plans_in_common
 from pipar.planner.device_groups import merge_kinds
-from pipar.planner.encoding import reencoded
+from pipar.planner.encoding_choice import reencoded
 from pipar.planner.fleet import Fleet, PlansByKind, extend_plans, plans_by_device, plans_from_sample
 from pipar.planner.plan_evaluator import PlanEvaluator, Ranked
 from pipar.planner.search_settings import THOROUGH, TIE, SearchSettings

@@ -25,9 +25,9 @@ from pipar.tensors.crossing import part_of
 from pipar.tensors.inputs import Inputs, call, tensors_of, with_gradient
 from pipar.wire import encodings
 from pipar.wire.bitpacking import not_zero
-from pipar.wire.changes import decode_changes, encode_changes
 from pipar.wire.encodings import chunk_sizes, row_values
 from pipar.wire.messages import TensorPart
+from pipar.wire.model_changes import decode_changes, encode_changes
 from pipar.wire.tensor_codec import decode, encode
 
 T = TypeVar("T")

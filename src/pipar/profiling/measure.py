@@ -34,7 +34,7 @@ from pipar.profiling.operation_counter import count_layers
 from pipar.profiling.overheads import measure_overheads
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile, batch_sizes
 from pipar.profiling.repeated_timing import Budget
-from pipar.tensors.rectified import rectified_cuts
+from pipar.tensors.relu_outputs import rectified_cuts
 from pipar.tensors.torch_device import TorchDevice
 from pipar.units import format_bytes
 

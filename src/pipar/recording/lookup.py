@@ -12,7 +12,7 @@ from pipar.job.job import Job
 from pipar.methods import Plan
 from pipar.planner.costs import Costs
 from pipar.recording.flight import Flight, RecordedRound
-from pipar.recording.places import Places
+from pipar.recording.micro_batch_sizes import Places
 from pipar.recording.stage_times import Times, is_pass, may_be_chunk, time_key
 from pipar.transport.shaping import Rates
 from pipar.wire.frames import CHUNK_BYTES, HEADER_BYTES

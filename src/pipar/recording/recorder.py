@@ -47,7 +47,7 @@ from pipar.methods import Plan
 from pipar.profiling.cache import machine_fingerprint
 from pipar.profiling.machines import MACHINES
 from pipar.recording import flight
-from pipar.recording.places import Places
+from pipar.recording.micro_batch_sizes import Places
 from pipar.recording.stage_times import DeviceModel, LinkModel, RoundTimes, Sent, Sizes, stage_times, times_to_json
 from pipar.recording.writer import RecordWriter, profile_record
 from pipar.settings.config import Config, device_names

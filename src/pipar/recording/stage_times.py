@@ -17,8 +17,8 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, NOISE, SERVER, UPLINK, WORK_KINDS, Span
-from pipar.recording.places import Places
-from pipar.recording.series import Series
+from pipar.recording.compact_times import Series
+from pipar.recording.micro_batch_sizes import Places
 from pipar.transport.shaping import Rates
 from pipar.wire.frames import HEADER_BYTES
 

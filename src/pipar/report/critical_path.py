@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipar.execution.spans import COMPUTE, CORE, DOWNLINK, IO, SERVER, UPLINK, Span
-from pipar.execution.stages import DATA_FROM, StageKind
+from pipar.execution.stage_graph import DATA_FROM, StageKind
 
 #: The precision of clocks and of rounded times in files.
 _SAME_S = 2e-6

@@ -12,7 +12,7 @@ from pipar.errors import PlanError
 from pipar.job.job import Job
 from pipar.job.plans import plans_by_estimate
 from pipar.methods import METHODS, Plan
-from pipar.planner.encoding import reencoded
+from pipar.planner.encoding_choice import reencoded
 from pipar.planner.fleet import Fleet
 from pipar.planner.search import search_plans
 from pipar.planner.search_settings import SearchSettings

@@ -2,7 +2,7 @@
 
 Reading order: `program` (the algorithm, round by round), `rounds` (the devices of a round, up to its deadline, and
 their aggregation), `serving` (one device in a round), `at_once` (several of its micro-batches at the same time),
-`replicas` (server-side models, own or shared) with `turn_order`, `model_exchange` (models to and from devices),
+`replicas` (server-side models, own or shared) with `shared_model_turns`, `model_exchange` (models to and from devices),
 `plan_updates` (current orders, and new plans between rounds), `participants` (devices get their orders before a round),
 `sampling` (which devices are drawn for it), `device_evaluation` (the new model on their own samples), `expected_scores`
 (one device's answer), `device_scores` (mean and worst decile).

@@ -10,10 +10,10 @@ from pipar.errors import PlanError, ProtocolError, UnusableProfileError
 from pipar.execution.clock import clock_machine
 from pipar.job.job import Job
 from pipar.methods import Plan
-from pipar.planner.alone import best_plan_alone
-from pipar.planner.encoding import reencoded
+from pipar.planner.encoding_choice import reencoded
 from pipar.planner.fleet import Fleet
-from pipar.planner.paper_estimate import estimate_plans
+from pipar.planner.paper_selection import estimate_plans
+from pipar.planner.single_device_plan import best_plan_alone
 from pipar.profiling.profile import Profile
 from pipar.server.allow_list import AllowList
 from pipar.server.device_messages import Introduction

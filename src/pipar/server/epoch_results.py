@@ -12,7 +12,7 @@ from pipar.execution.spans import COMPUTE, DOWNLINK, EVALUATION, IO, UPLINK, Epo
 from pipar.job.job import Bounds
 from pipar.methods import Plan
 from pipar.planner.fleet import Fleet
-from pipar.planner.predictor import Predictor, entries_from
+from pipar.planner.learned_costs import Predictor, entries_from
 from pipar.planner.replanner import MeasuredLink
 from pipar.settings.links import Link
 from pipar.units import rounded

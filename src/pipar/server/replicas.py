@@ -12,7 +12,7 @@ from pipar.execution.work import Work
 from pipar.methods import Method
 from pipar.server.interfaces import Kept, Learner, ServerPart
 from pipar.server.session import Session
-from pipar.server.turn_order import TurnOrder
+from pipar.server.shared_model_turns import TurnOrder
 from pipar.wire.messages import Message
 
 

@@ -2,6 +2,6 @@
 
 Reading order: `inputs` (a tensor, a tuple or a dictionary with one row for each sample), `bodies` (tensors and model
 states as message bodies, and the errors of lossy encodings), `torch_device` (what torch computes on: where tensors are,
-streams, synchronisation, memory), `crossing` (several tensors at a cut), `rectified` (which
+streams, synchronisation, memory), `crossing` (several tensors at a cut), `relu_outputs` (which
 cuts follow a ReLU, so that gradients at zeros need not be sent).
 """

@@ -20,10 +20,10 @@ from pipar.execution.work import Place
 from pipar.json_records import parse_json
 from pipar.tensors.torch_device import to_host
 from pipar.wire import bitpacking
-from pipar.wire.changes import decode_changes, encode_changes
 from pipar.wire.encodings import LOSSY, chunk_sizes, row_values
 from pipar.wire.lossy import Lossy, Residual
 from pipar.wire.messages import DTYPES, Body, Chunks, Message, Payload, tensor_bytes
+from pipar.wire.model_changes import decode_changes, encode_changes
 from pipar.wire.tensor_codec import decode, encode
 
 TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64}

@@ -19,7 +19,7 @@ from torch import Tensor
 from pipar.errors import ProtocolError
 from pipar.execution.work import Place
 from pipar.tensors.bodies import EncodingErrors, not_zero
-from pipar.tensors.rectified import is_rectified
+from pipar.tensors.relu_outputs import is_rectified
 from pipar.tensors.torch_device import to_host
 from pipar.wire.encodings import is_sparse, row_values
 from pipar.wire.lossy import Lossy

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from support import memory_peak
 
 from pipar.errors import ProtocolError
-from pipar.wire.changes import CHANGED, SAME, WHOLE, Tensors, decode_changes, encode_changes
+from pipar.wire.model_changes import CHANGED, SAME, WHOLE, Tensors, decode_changes, encode_changes
 
 FLOATS = ("<f2", "<f4", "<f8")
 DTYPES = (*FLOATS, "|i1", "<i2", "<i4", "<i8", "|u1", "|b1")

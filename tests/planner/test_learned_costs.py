@@ -23,7 +23,7 @@ from pipar.planner.calibration import Calibration, MachineHistory, Shares, calib
 from pipar.planner.compute_load import compute_loads, compute_seconds
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, SharedHost
-from pipar.planner.predictor import Predictor, forecast_rounds, predict_s
+from pipar.planner.learned_costs import Predictor, forecast_rounds, predict_s
 from pipar.profiling.profile import Profile
 from pipar.settings.config_file import config_from
 from pipar.settings.links import Link

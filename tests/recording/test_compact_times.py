@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipar.recording.places import Places
-from pipar.recording.series import Series
+from pipar.recording.compact_times import Series
+from pipar.recording.micro_batch_sizes import Places
 
 TIMES = st.lists(st.floats(min_value=1e-6, max_value=1e3), min_size=1, max_size=60)
 

@@ -12,7 +12,7 @@ import pytest
 from pipar.events import Starting, ignore
 from pipar.monitoring.display import Display
 from pipar.monitoring.notebook_display import NotebookDisplay
-from pipar.monitoring.showing import shown
+from pipar.monitoring.progress_display import shown
 
 STARTING = Starting("run", "vgg5 on digits with fl")
 

@@ -20,7 +20,7 @@ from pipar.planner.measured_epochs import MeasuredEpochs
 from pipar.planner.replanner import MeasuredLink, differs
 from pipar.planner.simulator import simulate
 from pipar.planner.timing import FEWEST_ITERATIONS, STEADY_ITERATIONS, steady_epoch_s
-from pipar.planner.whole_networks import split_times
+from pipar.planner.uncut_plans import split_times
 from pipar.settings.links import Link
 
 T = TypeVar("T")

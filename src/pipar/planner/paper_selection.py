@@ -15,7 +15,7 @@ from pipar.errors import PlanError, TooLittleMemoryError
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.costs import Costs
-from pipar.planner.encoding import with_encodings
+from pipar.planner.encoding_choice import with_encodings
 from pipar.planner.fleet import Fleet, Member
 from pipar.profiling.profile import Profile
 from pipar.settings.links import Link

@@ -14,7 +14,7 @@ from pipar.errors import PlanError
 from pipar.methods import METHODS, Plan
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.paper_estimate import StageTimes, batches_to_fill_idle_time, estimate_plans, iteration_s
+from pipar.planner.paper_selection import StageTimes, batches_to_fill_idle_time, estimate_plans, iteration_s
 from pipar.profiling.memory import training_bytes
 from pipar.profiling.profile import Profile
 from pipar.settings.links import Link

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.recursion import KINDS, all_stages, end_times, following, parse, previous
 
-from pipar.execution.stages import DATA_FROM, Stage
+from pipar.execution.stage_graph import DATA_FROM, Stage
 
 # Paper III-C, table of stages, typed row by row: stage | previous | next, with n = 3 as the row 1 < n < N and
 # N = 5. One correction: the next stage of f_s n is b_s n; the paper prints b_s n+1.

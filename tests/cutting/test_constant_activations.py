@@ -9,8 +9,8 @@ import torch
 from support.networks import Recurrent, Residual
 from torch import nn
 
+from pipar.cutting.constant_activations import steady_layers
 from pipar.cutting.stage_line import line_of
-from pipar.cutting.steady import steady_layers
 
 
 class Fixed(nn.BatchNorm1d):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from pipar.cutting.split import split_model
 from pipar.networks.blocks import NORMS, Residual
 from pipar.networks.models import NETWORKS, build_model
-from pipar.tensors.rectified import is_rectified, rectified_cuts
+from pipar.tensors.relu_outputs import is_rectified, rectified_cuts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pipar.methods import METHODS, Plan
-from pipar.planner.alone import best_plan_alone
 from pipar.planner.candidates import candidates
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, Member
+from pipar.planner.single_device_plan import best_plan_alone
 from pipar.profiling.memory import training_bytes
 from pipar.profiling.profile import Profile
 from pipar.settings.links import Link

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipar.execution.clock import run_virtually
-from pipar.server.turn_order import TurnOrder
+from pipar.server.shared_model_turns import TurnOrder
 
 
 def served(iterations: dict[str, int], delays: dict[str, list[float]]) -> list[tuple[int, str]]:

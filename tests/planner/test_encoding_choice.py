@@ -13,9 +13,9 @@ from pipar.methods import METHODS, Plan
 from pipar.planner.background_search import ReplanEncodings, search_again
 from pipar.planner.candidates import allowed_plans, candidates
 from pipar.planner.costs import Costs
-from pipar.planner.encoding import reencoded, with_encodings
+from pipar.planner.encoding_choice import reencoded, with_encodings
 from pipar.planner.fleet import Fleet, Member
-from pipar.planner.paper_estimate import estimate_plans
+from pipar.planner.paper_selection import estimate_plans
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
 from pipar.settings.links import Link
 from pipar.wire import encodings
