@@ -60,6 +60,11 @@ def test_a_profile_reads_back_from_json_unchanged(profile: Profile) -> None:
     assert Profile.from_json(profile.to_json()) == profile
 
 
+def test_a_named_board_with_several_threads_reads_back() -> None:
+    board = replace(PROFILE, threads=4)  # its times on one thread are not known
+    assert Profile.from_json(board.to_json()) == board
+
+
 def test_a_profile_reads_back_from_its_file_unchanged(tmp_path: Path) -> None:
     PROFILE.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == PROFILE

@@ -278,9 +278,8 @@ class Profile:
     @classmethod
     def from_json(cls, text: str) -> Profile:
         """Return the profile of a JSON object."""
-        values = read_fields(cls, text, FORMAT, _USUAL)
+        values = read_fields(cls, text, FORMAT, {**_USUAL, "one_thread": []})
         layers = tuple(_layer(layer) for layer in list_of(values["layers"], "layers"))
-        values["one_thread"] = list(values["one_thread"] or ()) if values["threads"] == 1 else values["one_thread"]
         lists = {key: tuple(list_of(values[key], key)) for key in ("batch_sizes", "crowded", "one_thread")}
         coding = {
             name: CodingTimes(**only_fields(CodingTimes, times))
