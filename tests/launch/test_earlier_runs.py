@@ -1,4 +1,4 @@
-"""What earlier versions wrote still loads: configurations, results, recordings, checkpoints.
+"""What earlier versions wrote still loads: configurations, results, recordings, checkpoints, introductions.
 
 Each folder of `support/earlier_runs` is the run of a deployment with two devices, two rounds and kept momentum, as the
 version of that day wrote it; only the trace is compressed here. Both versions continued it to the same weights.
@@ -19,9 +19,13 @@ from support.training import EXACT
 
 import pipar
 from pipar.cli import main
+from pipar.profiling.profile import Profile
+from pipar.recording.frames import read_records
+from pipar.server.device_messages import Expected, read_hello
 from pipar.settings.config import hints
 from pipar.settings.config_file import config_tree
 from pipar.storage.checkpoint import identity_of, latest
+from pipar.wire.messages import Kind, Message, json_body
 
 RUNS = Path(__file__).parents[1] / "support" / "earlier_runs"
 DAYS = ("2026-11-17", "2026-11-18")
@@ -97,6 +101,15 @@ def test_an_earlier_recording_is_replayed(capsys: pytest.CaptureFixture[str]) ->
         main(["replay", str(RUNS / "2026-11-18" / "flight.jsonl.zst")])
     assert ended.value.code == 0
     assert "old_network:network on synthetic, method pipar, 2 devices, 2 rounds" in capsys.readouterr().out
+
+
+def test_a_device_of_an_earlier_version_introduces_itself() -> None:
+    records, _ = read_records(RUNS / "2026-11-18" / "flight.jsonl.zst")
+    profile = next(record["profile"] for record in records if record["is"] == "profile")
+    said = {"name": "pi-1", "samples": 9, "profile": json.loads(profile)}
+    expected = Expected(Profile.from_json(profile), "[1, 8, 8]")
+    device = read_hello(Message(Kind.HELLO, body=json_body(said)), expected, None)
+    assert (device.threads, device.machine, device.answers_probes) == (1, "", False)
 
 
 def _resume(here: Place) -> None:

@@ -76,6 +76,23 @@ def test_the_file_has_sorted_keys_and_a_format_number() -> None:
     assert tree["format"] == FORMAT
 
 
+#: What a file of this format had when the format was new.
+FIRST_FIELDS = """
+aggregate_s aggregate_s_per_byte backward_at_cut_s batch_sizes changes_share coding crowd crowded decode_s
+decode_s_per_byte dtype encode_s encode_s_per_byte format how install_s install_s_per_byte layers load_s machine model
+noise_s_per_byte pack_s pack_s_per_byte step_s step_s_per_byte total_layers
+"""
+
+
+def test_fields_that_came_later_may_be_missing_and_are_written_only_if_they_say_more() -> None:
+    first = set(FIRST_FIELDS.split())
+    assert set(json.loads(PROFILE.to_json())) == first
+    assert Profile.from_json(PROFILE.to_json()) == PROFILE
+    unusual = replace(PROFILE, threads=2, one_thread=(1.0, 1.5, 2.0), accelerator="a GPU", autocast="bf16")
+    assert set(json.loads(unusual.to_json())) == first | {"threads", "one_thread", "accelerator", "autocast"}
+    assert Profile.from_json(unusual.to_json()) == unusual
+
+
 def test_layers_are_counted_from_one() -> None:
     assert PROFILE.output_bytes(1) == 32768
     assert PROFILE.parameter_bytes(1, 1) == 3840

@@ -24,8 +24,17 @@ _MOST_COUNTED = 10**15
 _LARGEST_BATCH = 10**6
 _MOST_TENSORS = 127
 
-#: Fields that are left out of the file with these values, as they always were once.
-_USUAL: dict[str, Any] = {"optimizer": "sgd", "state_copies": 1.0, "busy_cores": 0.0, "threads": 1, "one_thread": ()}
+#: Fields that came after the format number. With these values, as they always were before, they are left out of the
+#: file: so earlier files are read here, and earlier versions read most files of this one.
+_USUAL: dict[str, Any] = {
+    "optimizer": "sgd",
+    "state_copies": 1.0,
+    "busy_cores": 0.0,
+    "accelerator": "",
+    "autocast": "off",
+    "threads": 1,
+    "one_thread": (),
+}
 
 #: Shares of the batch that are measured: the full batch, and micro-batches down to where fixed costs show. Half
 #: the batch is among them because large activations do not fit caches: a line from B/4 to B is 10 % off there.
