@@ -92,7 +92,10 @@ def _of_server(name: str) -> dict[str, float]:
     first, rest = split_model(_network(name), _EARLY)
     with torch.no_grad():
         activations = first(inputs)
-    parts = [TorchServerPart(rest, sgd(), task=classification(_CLASSES)) for rest in (rest, copy.deepcopy(rest))]
+    parts = [
+        TorchServerPart(rest, sgd(), task=classification(_CLASSES), at_once=True)
+        for rest in (rest, copy.deepcopy(rest))
+    ]
 
     def pieces() -> list[Decoded]:
         cut = zip(activations.chunk(_MICRO_BATCHES), targets.chunk(_MICRO_BATCHES), strict=True)

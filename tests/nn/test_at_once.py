@@ -57,7 +57,7 @@ def frozen() -> nn.Sequential:
 
 def part(make: Callable[[], nn.Sequential]) -> TorchServerPart:
     torch.manual_seed(5)
-    return TorchServerPart(make(), sgd(learning_rate=0.3, momentum=0.9), task=classification(5))
+    return TorchServerPart(make(), sgd(learning_rate=0.3, momentum=0.9), task=classification(5), at_once=True)
 
 
 def batch(number: int) -> list[Decoded]:
@@ -153,6 +153,19 @@ def test_threads_train_the_same_bits() -> None:
                 job.result(PATIENCE_S)
             together.step()
     assert all(torch.equal(a, b) for a, b in zip(alone.state().values(), together.state().values(), strict=True))
+
+
+@pytest.mark.parametrize("make", [convolutional, tied])
+def test_batches_may_be_computed_at_once_after_others_that_were_not(make: Callable[[], nn.Sequential]) -> None:
+    """As when devices have left; `tied` keeps an activation of the batch before, which cannot be copied."""
+    alone, mixed = part(make), part(make)
+    for trained in (alone, mixed):
+        one_after_another(trained)
+        trained.take_loss()
+    one_after_another(alone)
+    in_order(mixed, [list(reversed(range(len(SIZES))))] * BATCHES)
+    assert all(torch.equal(a, b) for a, b in zip(alone.state().values(), mixed.state().values(), strict=True))
+    assert alone.take_loss() == mixed.take_loss()
 
 
 def test_copies_follow_weights_that_have_got_other_memory() -> None:

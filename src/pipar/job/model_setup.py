@@ -30,6 +30,7 @@ from pipar.wire.orders import Orders
 
 def make_learner(job: Job, workload: Workload, *, trusts_devices: bool = True) -> TorchLearner:
     """Return the server's learner, with the initial weights; devices of other owners are not trusted."""
+    torch_device = server_torch_device(job.config)
     settings = LearnerSettings(
         workload.optimizer(),
         workload.task,
@@ -42,7 +43,8 @@ def make_learner(job: Job, workload: Workload, *, trusts_devices: bool = True) -
         frozen_layers=job.server_profile.frozen_layers,
         metrics=workload.metrics,
         monitor=workload.monitor,
-        torch_device=server_torch_device(job.config),
+        torch_device=torch_device,
+        at_once=job.config.server.threads != 1 and torch_device.is_cpu,
     )
     aggregator = make_aggregator(job.config.server.aggregator, job.config.server.aggregation)
     return TorchLearner(workload.initial_model(), job.split_points, settings, aggregator)

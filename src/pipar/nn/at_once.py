@@ -20,14 +20,20 @@ AddLoss = Callable[[], None]
 
 
 class WeightSharingCopy:
-    """A copy of a network whose parameters share the memory of the network's own, and have other gradients."""
+    """A copy of a network whose parameters share the memory of the network's own, and have other gradients.
 
-    def __init__(self, network: nn.Sequential) -> None:
+    It is copied from `unused` if that is given, what `unused_copy` returned.
+    """
+
+    def __init__(self, network: nn.Sequential, unused: nn.Sequential | None = None) -> None:
+        source = network if unused is None else unused
         self._own = list(network.parameters())
         self._shared = [nn.Parameter(weight.detach(), requires_grad=weight.requires_grad) for weight in self._own]
-        same: dict[int, object] = {id(own): shared for own, shared in zip(self._own, self._shared, strict=True)}
-        same |= {id(buffer): buffer for buffer in network.buffers()}
-        self.network: nn.Sequential = copy.deepcopy(network, same)
+        same: dict[int, object] = {
+            id(own): shared for own, shared in zip(source.parameters(), self._shared, strict=True)
+        }
+        same |= {id(old): buffer for old, buffer in zip(source.buffers(), network.buffers(), strict=True)}
+        self.network: nn.Sequential = copy.deepcopy(source, same)
 
     def follow(self) -> None:
         """Share the weights as they are now: something may have given the network other memory for them."""
@@ -43,6 +49,17 @@ class WeightSharingCopy:
         return taken
 
 
+def unused_copy(network: nn.Sequential) -> nn.Sequential:
+    """Return what copies of a network can be made from later; it has the buffers of the network, and no weights.
+
+    A network that keeps an activation as an attribute cannot be copied itself after its first forward.
+    """
+    unused = WeightSharingCopy(network).network
+    for weight in unused.parameters():
+        weight.data = torch.empty(0, dtype=weight.dtype)
+    return unused
+
+
 @dataclass(frozen=True)
 class _Computed:
     gradients: list[torch.Tensor | None]
@@ -50,10 +67,14 @@ class _Computed:
 
 
 class InOrder:
-    """Copies of one network, and the order in which their gradients are added. Any thread may use it."""
+    """Copies of one network, and the order in which their gradients are added. Any thread may use it.
 
-    def __init__(self, network: nn.Sequential) -> None:
+    They are made from `unused`, what `unused_copy` returned before the network's first forward.
+    """
+
+    def __init__(self, network: nn.Sequential, unused: nn.Sequential) -> None:
         self._network = network
+        self._unused = unused
         self._lock = threading.Lock()
         self._free: list[WeightSharingCopy] = []
         self._computed: dict[int, _Computed] = {}  # by micro-batch: those that come after one that is not computed
@@ -62,7 +83,7 @@ class InOrder:
     def borrow(self) -> WeightSharingCopy:
         """Return a copy that no other micro-batch uses."""
         with self._lock:
-            copied = self._free.pop() if self._free else WeightSharingCopy(self._network)
+            copied = self._free.pop() if self._free else WeightSharingCopy(self._network, self._unused)
         copied.follow()
         return copied
 

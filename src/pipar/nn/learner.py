@@ -61,6 +61,7 @@ class LearnerSettings:
     metrics: Sequence[NamedMetric] = ()  # of held-out sets
     monitor: Monitor = field(default_factory=Monitor)  # which of them the best model goes by
     torch_device: TorchDevice = CPU  # where the replicas are
+    at_once: bool = False  # several micro-batches of one device may be computed at the same time
     frozen_layers: int = 0  # first layers without anything to train: their devices need no gradients
 
 
@@ -112,6 +113,7 @@ class TorchLearner:
                 rounding=partial(random_streams.generator, self._settings.seed, "rounding", key, "down"),
                 returns_gradients=self._split_points[device] > self._settings.frozen_layers,
                 device=self._settings.torch_device,
+                at_once=self._settings.at_once and not self._shared,
             )
             if isinstance(replica, SharedServerPart):
                 replica.trusts_devices = self._settings.trusts_devices

@@ -10,7 +10,7 @@ from torch import nn
 from pipar.errors import ProtocolError
 from pipar.execution.schedule import StepCount
 from pipar.execution.work import Place
-from pipar.nn.at_once import InOrder, WeightSharingCopy
+from pipar.nn.at_once import InOrder, WeightSharingCopy, unused_copy
 from pipar.nn.loss_sum import LossSum
 from pipar.nn.micro_batches import Activation, Decoded, tensors_at
 from pipar.nn.optimizers import FIRST_STEP, OptimizerSettings
@@ -90,6 +90,7 @@ class TorchServerPart(Part):
         rounding: Generators | None = None,
         returns_gradients: bool = True,
         device: TorchDevice = CPU,
+        at_once: bool = False,
     ) -> None:
         super().__init__(module, optimizer, proximal=proximal, rounding=rounding, device=device)
         self._task = task
@@ -101,7 +102,9 @@ class TorchServerPart(Part):
         self._takes: list[tuple[torch.Size, torch.dtype]] | None = None  # of one sample's tensors, as first received
         self._losses = LossSum()
         self._checks_losses = False
-        self._in_order: InOrder | None = None  # of micro-batches that are computed at the same time
+        # Of micro-batches that are computed at the same time, if they may be; their copies are made from this one.
+        self._in_order: InOrder | None = None
+        self._unused = unused_copy(module) if at_once else None
         self._prepare()
 
     def _prepare(self) -> None:
@@ -167,8 +170,9 @@ class TorchServerPart(Part):
     def begin_batch_at_once(self) -> None:
         """The micro-batches that come next, the first of a batch, may be computed at the same time, on CPUs."""
         assert self._torch_device.is_cpu
+        assert self._unused is not None, "It is not made for that."
         if self._in_order is None:
-            self._in_order = InOrder(self.module)
+            self._in_order = InOrder(self.module, self._unused)
         self._in_order.begin_batch()
 
     def _put(self, received: Activation) -> Activation:
