@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from weakref import WeakSet
 
 from pipar.errors import LinkError, ProtocolError, UnusableProfileError, describe, is_lack_of_memory
 from pipar.events import Drawn, Observer
 from pipar.execution.lanes import Lanes
 from pipar.execution.work import Work
 from pipar.server.interfaces import Enrolment, Learner, Training
-from pipar.server.link_measurement import measure_links
+from pipar.server.link_measurement import LinkMeasurements
 from pipar.server.membership import Membership
 from pipar.server.plan_updates import PlanUpdates
 from pipar.server.session import Session
@@ -38,7 +37,7 @@ class Participants:
         self._plans = plans
         self._pool = pool
         self._observe = observe
-        self._measured: WeakSet[Session] = WeakSet()  # whose links were measured, as far as possible
+        self._links = LinkMeasurements()
         self._planned_for: set[str] = set()  # devices that plans are made for
         self._drawn: Collection[str] | None = None  # devices that have a replica; None: all that are present
 
@@ -54,7 +53,7 @@ class Participants:
         """Return the orders of all present devices; those for which no plan is possible are dismissed."""
         while True:
             await self._membership.wait_for(self._training.min_devices)
-            await self._measure(self._membership.present())
+            await self._measure(self._membership.present)
             introductions = [session.introduction for session in self._membership.present()]
             self._planned_for = {introduction.name for introduction in introductions}
             try:
@@ -69,7 +68,7 @@ class Participants:
         """Wait for enough devices, and welcome all that are present and do not have their orders yet."""
         await self._membership.wait_for(max(self._training.min_devices, wanted))
         self.release_absent()
-        await self._measure([session for session in self._membership.present() if not session.is_welcome])
+        await self._measure(self._unwelcomed)
         for session in self._membership.present():
             if session.owes_acknowledgements:  # what is kept for it must not grow with every round
                 self._membership.end(session, LinkError("it has not acknowledged the messages of several rounds"))
@@ -78,12 +77,12 @@ class Participants:
             elif not session.is_welcome:
                 await self._try_to_welcome(session, done)
 
-    async def _measure(self, sessions: Sequence[Session]) -> None:
-        """Measure the links that no rate is known of, once for each session."""
-        new = [session for session in sessions if session not in self._measured]
-        self._measured = WeakSet(sessions) | self._measured
-        known = {session.device: self._enrolment.link(session.device) for session in new}
-        if links := await measure_links(new, known):
+    def _unwelcomed(self) -> list[Session]:
+        return [session for session in self._membership.present() if not session.is_welcome]
+
+    async def _measure(self, joined: Callable[[], Iterable[Session]]) -> None:
+        """Measure the links that no rate is known of."""
+        if links := await self._links.measure(joined, self._enrolment.link):
             self._enrolment.measured(links)
 
     async def _try_to_welcome(self, session: Session, done: int) -> None:

@@ -17,7 +17,6 @@ from pipar.planner.replanner import MeasuredLink
 from pipar.server.device_messages import EndOfEpoch, EvaluationAnswer, Introduction
 from pipar.server.expected_scores import ExpectedScores
 from pipar.transport.channel import Channel
-from pipar.transport.link_trial import LONGEST_TRAIN
 from pipar.transport.rate_estimate import estimate_traffic
 from pipar.transport.shaping import Traffic
 from pipar.wire.frames import SMALL_BODY_BYTES, body_limit, package_version
@@ -127,7 +126,7 @@ class Session:
         self.evaluation = ExpectedScores(introduction)
         self.measured: MeasuredLink | None = None  # in its last round
         self._uplink = Traffic()  # of a real link, as last measured
-        self._probes: asyncio.Queue[tuple[Message, float]] | None = None  # while the link is measured
+        self._probes: asyncio.Queue[tuple[Message, float] | None] | None = None  # while the link is measured
         self._computing: asyncio.Future[Any] | None = None  # on a model that it shares with others
 
     # --- phases
@@ -216,6 +215,8 @@ class Session:
         reason = self.verdict or reason
         self.fail(reason)
         self.evaluation.fail(reason)
+        if self._probes is not None and not self._probes.full():
+            self._probes.put_nowait(None)
         self.channel.fail(reason if isinstance(reason, LinkError) else LinkError(str(reason)))
         return reason
 
@@ -375,9 +376,9 @@ class Session:
         return self.measured
 
     @contextmanager
-    def probing(self) -> Iterator[None]:
-        """Keep PROBE messages of the device with their times of arrival, for `next_probe`."""
-        self._probes = asyncio.Queue()
+    def probing(self, most: int) -> Iterator[None]:
+        """Keep PROBE messages of the device with their times of arrival, for `next_probe`; at most so many unread."""
+        self._probes = asyncio.Queue(most)
         try:
             yield
         finally:
@@ -385,15 +386,18 @@ class Session:
 
     def take_probe(self, message: Message) -> None:
         """Keep a message that measures the link; one that comes late is of no use."""
-        if self._probes is None or self._probes.qsize() > LONGEST_TRAIN:
+        if self._probes is None or self._probes.full():
             self.channel.count_useless(message)
         else:
             self._probes.put_nowait((message, asyncio.get_running_loop().time()))
 
     async def next_probe(self) -> tuple[Message, float]:
-        """Return the next message that measures the link, and when it arrived."""
+        """Return the next message that measures the link, and when it arrived; raise LinkError if there is none."""
         assert self._probes is not None
-        return await self._probes.get()
+        probe = None if self.is_over else await self._probes.get()
+        if probe is None:
+            raise LinkError(f"the session of '{self.device}' ended while its link was measured")
+        return probe
 
     # --- waiting
 

@@ -21,7 +21,7 @@ _ENOUGH_S = 0.08
 #: TCP begins with few bytes in each round trip, and doubles them: a train of so many round trips is past that.
 _ROUND_TRIPS = 4
 #: Above this rate the machines are measured rather than the link: a frame takes them a third of a millisecond.
-_MOST_BPS = 400e6
+MOST_BPS = 400e6
 _LONGEST_S = 1e9
 
 
@@ -50,7 +50,7 @@ def rate_of(arrivals: Sequence[float]) -> float | None:
     half = arrivals[(len(arrivals) - 1) // 2 :]
     passed_s = half[-1] - half[0]
     bits = 8 * FRAME_BYTES * (len(half) - 1)
-    return None if passed_s <= 0 or bits / passed_s > _MOST_BPS else bits / passed_s
+    return None if passed_s <= 0 or bits / passed_s > MOST_BPS else bits / passed_s
 
 
 def read_arrivals(told: object, frames: int) -> list[float] | None:
