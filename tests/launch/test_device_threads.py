@@ -15,6 +15,7 @@ from pipar.device.interfaces import DeviceLanes
 from pipar.execution.lanes import ThreadLanes
 from pipar.execution.spans import COMPUTE, EVALUATION, IO, NOISE, Recorder
 from pipar.execution.work import Work
+from pipar.launch import device_lanes
 from pipar.launch.device_lanes import DeviceThreadLanes, claim_cores
 from pipar.profiling.cache import usable_cores
 
@@ -61,6 +62,14 @@ def test_only_the_first_program_of_a_machine_has_its_cores(tmp_path: Path, monke
         assert first.wait() == 0
     assert claim_cores()
     assert not claim_cores()  # this process has them already, for another device
+
+
+def test_machines_that_share_a_home_folder_do_not_share_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert claim_cores()
+    monkeypatch.setattr(device_lanes, "clock_machine", lambda: "another")
+    assert claim_cores()
+    assert not claim_cores()
 
 
 TREE = {

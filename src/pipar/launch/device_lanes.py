@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from pipar.execution.clock import clock_machine
 from pipar.execution.lanes import Accelerator, Lanes, ThreadLanes
 from pipar.execution.spans import COMPUTE, EVALUATION, Recorder
 from pipar.nn.runtime import compute_with
@@ -38,7 +39,8 @@ def claim_cores() -> bool:
 
     Others leave the cores to it: several programs with as many threads as cores would slow each other down many times.
     """
-    path = cache_folder().parent / "cores.lock"
+    # Machines may share the folder, such as by NFS.
+    path = cache_folder().parent / f"cores-{clock_machine()}.lock"
     try:
         path.parent.mkdir(0o700, parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
