@@ -16,6 +16,7 @@ from pipar.planner.compute_load import compute_seconds
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet
 from pipar.planner.learned_costs import Predictor
+from pipar.planner.measured_epochs import MeasuredEpochs
 from pipar.planner.search import search_plans
 from pipar.planner.search_settings import QUICK, UNHURRIED, SearchSettings
 from pipar.planner.simulator import simulate
@@ -47,6 +48,13 @@ def test_layers_move_only_if_links_stay_stable_for_long_enough_to_pay_for_it() -
     assert search_again(replace(here, stable_rounds=1.01 * enough), start) == best
     kept = search_again(replace(here, stable_rounds=0.99 * enough), start)
     assert {plan.split_point for plan in kept.values()} == {1}
+
+
+def test_plans_are_searched_after_a_device_was_swapped_for_another() -> None:
+    here = fleet(3)
+    before, now = ({name: Plan(4, 1) for name in names} for names in (("d00", "d01"), ("d00", "d02")))
+    measured = MeasuredEpochs(layers=4).with_epoch(before, 1.0)
+    assert search_again(replace(here.of(now), measured=measured), now).keys() == now.keys()
 
 
 def after_trying(of: Fleet, *cuts: int, first: int = 0) -> Fleet:

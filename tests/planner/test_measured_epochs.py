@@ -38,6 +38,18 @@ def test_a_pipeline_that_was_never_measured_counts_more_than_predicted_between_r
     assert after(split=1.1).expected_s(WHOLE, lambda _: 1.0) == 1.0
 
 
+def test_epochs_of_devices_that_were_swapped_for_as_many_others_say_nothing_about_predictions() -> None:
+    here = {"pi": Plan(2, 4), "joined": Plan(2, 4)}
+
+    def predict(plans: Mapping[str, Plan]) -> float:
+        assert plans.keys() == here.keys()
+        return 1.0
+
+    measured = after(({"pi": Plan(2, 4), "left": Plan(2, 4)}, 2.0))
+    assert measured.expected_s(here, predict) == 1.0
+    assert measured.with_epoch(here | {"pi": Plan(3, 3)}, 1.2).expected_s(here, predict) == 1.2
+
+
 def test_a_plan_is_left_for_one_that_was_measured_to_be_better_and_not_taken_again() -> None:
     measured = after((WHOLE, 1.0), (WHOLE, 1.02), (SPLIT, 1.2), (SPLIT, 1.22))
     assert measured.better_than(SPLIT) == WHOLE

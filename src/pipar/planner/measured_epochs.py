@@ -126,15 +126,14 @@ class MeasuredEpochs:
         return predict(plans) * self.bias(plans, predict) if measured is None else measured
 
     def bias(self, plans: Mapping[str, Plan], predict: Predict) -> float:
-        """Return by which factor epochs of such plans took longer than predicted.
+        """Return by which factor epochs of the same devices with such plans took longer than predicted.
 
         Whole networks on the devices say something about networks that are split, but not the reverse: a pipeline has
         more that can hold it up.
         """
         by_kind: dict[bool, list[float]] = {True: [], False: []}
-        for key, times in self.seconds.items():
-            if len(key) == len(plans):
-                by_kind[self._splits(dict(key))].append(median(times) / predict(dict(key)))
+        for measured in self.plans_of(plans):  # others may have left: nothing can be predicted for them
+            by_kind[self._splits(measured)].append(self.seconds_of(measured) / predict(measured))
         is_split = self._splits(plans)
         if by_kind[is_split]:
             return median(by_kind[is_split])
