@@ -81,7 +81,7 @@ BENCHMARKS: dict[str, Callable[[Path], tuple[list[record.Claim], dict[str, objec
     "startup": startup.measure,
     "cores": cores.measure,
 }
-#: These take long, or need packages that are not installed: run only if named.
+#: These take long, need packages that are not installed, or have no checked-in result yet: run only if named.
 ON_REQUEST = (
     "hostility",
     "reproduction_full",
@@ -91,6 +91,7 @@ ON_REQUEST = (
     "any_network",
     "examples",
     "deployment",
+    "cores",
 )
 
 
