@@ -425,6 +425,21 @@ def test_epochs_that_take_longer_than_predicted_are_a_reason_to_plan_again_once(
     assert predictor.reason() == ""
 
 
+def test_measured_epochs_still_count_after_a_device_has_left_and_another_has_joined() -> None:
+    here = fleet()
+    predictor = Predictor(here, plans(here), scatter=0.03)
+    predictor.learn_seconds(1, predict_s(here, plans(here)), plans(here))
+    assert predictor.reason() == ""
+    for epoch, names in ((2, {"d00", "d01", "d02"}), (3, {"d00", "d01", "d03"})):
+        predictor.learn_seconds(epoch, 1.3**epoch * predict_s(here.of(names), plans(here)), names)
+        assert f"{1.3**epoch:.3g}x longer than predicted" in predictor.reason()
+        predictor.latest({})
+        assert predictor.reason() == ""
+    predictor.replan(4, plans(here, Plan(1, 1)))
+    predictor.learn_seconds(4, 100.0, names)
+    assert "an epoch takes 100 s, and took" in predictor.reason()
+
+
 def test_devices_that_are_slowed_down_by_others_on_their_machine_are_not_taken_for_slow() -> None:
     here = fleet(4, speed=0.5)
     members = tuple(replace(member, host_share=1.0) for member in here.members)

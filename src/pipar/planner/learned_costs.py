@@ -77,6 +77,11 @@ class Predictor:
         """The current plans, or those that take effect next."""
         return self._plans[max(self._plans)]
 
+    def _plans_of_latest(self) -> Mapping[str, Plan]:
+        """Return the current plans of the devices that the latest measured epoch had: others may have left."""
+        names = {name for name, _ in self._measured.latest}
+        return {name: plan for name, plan in self.plans.items() if name in names}
+
     def replan(self, first_epoch: int, plans: Mapping[str, Plan]) -> None:
         """Note that devices train with these plans from this epoch on."""
         if first_epoch > 1 and {**self.plans, **plans} != self.plans:
@@ -177,7 +182,8 @@ class Predictor:
 
     def _reason_of_epochs(self) -> str:
         """Return what measured epochs say about the current plans: others were better, or predictions are wrong."""
-        better, now_s = self._measured.better_than(self.plans), self._measured.measured_s(self.plans)
+        current = self._plans_of_latest()
+        better, now_s = self._measured.better_than(current), self._measured.measured_s(current)
         if now_s is None:
             return ""
         if better is not None:
@@ -192,8 +198,9 @@ class Predictor:
 
     def _bias(self) -> float:
         """Return how many times as long as predicted epochs with the current plans take."""
-        now_s = self._measured.measured_s(self.plans)
-        return 1.0 if now_s is None else now_s / predict_s(self.now().of(self.plans), self.plans)
+        current = self._plans_of_latest()
+        now_s = self._measured.measured_s(current)
+        return 1.0 if now_s is None else now_s / predict_s(self.now().of(current), current)
 
     def fleet_for(self, epoch: int) -> Fleet:
         """Return the fleet as known when an epoch began."""
