@@ -210,6 +210,16 @@ def test_a_device_that_answers_with_nonsense_is_not_measured() -> None:
     assert measured(Link(up_bps=1e6, down_bps=1e6), answers=nonsense)[0] is None
 
 
+def test_a_device_cannot_claim_a_downlink_slower_than_the_wait_for_its_answer() -> None:
+    def claims(device: Channel, message: Message) -> None:
+        if message.micro_batch == message.samples:
+            device.post(Message(Kind.PROBE, body=json_body({"came": [0.0] * (message.samples - 1) + [1e9]})))
+
+    link, passed_s = measured(Link(up_bps=1e6, down_bps=1e6), answers=claims)
+    assert link is None
+    assert passed_s < 1.0
+
+
 def test_a_device_refuses_to_send_without_end() -> None:
     async def main() -> None:
         _, far = memory_pair()

@@ -46,4 +46,10 @@ def test_trains_do_not_grow_for_ever() -> None:
 
 @pytest.mark.parametrize("told", [None, [1.0], [2.0, 1.0], [1.0, "x"], [1.0, float("nan")], {"0": 1.0}, [-1.0, 2.0]])
 def test_times_that_cannot_be_those_of_two_frames_are_refused(told: object) -> None:
-    assert read_arrivals(told, 2) is None
+    assert read_arrivals(told, 2, within_s=10.0) is None
+
+
+def test_told_times_further_apart_than_the_wait_for_them_are_refused() -> None:
+    assert read_arrivals([0, 0, 0, 1e9], 4, within_s=1.0) is None
+    assert read_arrivals([7.0, 7.5, 7.8, 8.1], 4, within_s=1.0) is None
+    assert read_arrivals([7.0, 7.5, 7.8, 8.0], 4, within_s=1.0) == [7.0, 7.5, 7.8, 8.0]

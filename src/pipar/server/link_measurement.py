@@ -144,12 +144,13 @@ class _Measurement:
 
     async def _exchange(self, down: TrainLength, up: TrainLength) -> None:
         """Send a train, and receive one after the times at which ours has arrived."""
+        began = self._loop.time()
         self._send(down.frames, up.frames)
-        answer, _ = await self._session.next_probe()
+        answer, answered = await self._session.next_probe()
         if down.frames:
-            arrived = read_arrivals(read_json(answer).get("came"), down.frames)
+            arrived = read_arrivals(read_json(answer).get("came"), down.frames, answered - began)
             if arrived is None:
-                raise ProtocolError(f"{answer} does not tell when {down.frames} frames have arrived.")
+                raise ProtocolError(f"{answer} does not tell when {down.frames} frames can have arrived.")
             down.take(arrived)
         if up.frames:
             up.take([(await self._session.next_probe())[1] for _ in range(up.frames)])

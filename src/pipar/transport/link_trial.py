@@ -23,6 +23,8 @@ _ROUND_TRIPS = 4
 #: Above this rate the machines are measured rather than the link: a frame takes them a third of a millisecond.
 MOST_BPS = 400e6
 _LONGEST_S = 1e9
+#: Two clocks never differ in speed by this factor; told times are rounded to microseconds.
+_CLOCKS_DIFFER, _ROUNDED_S = 1.01, 2e-6
 
 
 @dataclass
@@ -53,8 +55,14 @@ def rate_of(arrivals: Sequence[float]) -> float | None:
     return None if passed_s <= 0 or bits / passed_s > MOST_BPS else bits / passed_s
 
 
-def read_arrivals(told: object, frames: int) -> list[float] | None:
-    """Return the times of arrival that the other side tells; None if they are not those of this many frames."""
+def read_arrivals(told: object, frames: int, within_s: float) -> list[float] | None:
+    """Return the times of arrival that the other side tells; None if they are not those of this many frames.
+
+    They cannot be further apart than the time that this side has waited for the answer, but for the speed of clocks.
+    """
     if not isinstance(told, list) or len(told) != frames or not all(is_number(at, 0, _LONGEST_S) for at in told):
         return None
-    return [float(at) for at in told] if all(a <= b for a, b in pairwise(told)) else None
+    is_possible = (
+        all(a <= b for a, b in pairwise(told)) and told[-1] - told[0] <= within_s * _CLOCKS_DIFFER + _ROUNDED_S
+    )
+    return [float(at) for at in told] if is_possible else None
