@@ -36,6 +36,10 @@ from pipar.wire.orders import TrainedPart
 
 AFTER_THE_ROUND = {"a trace of another epoch", "a trace twice", "a trace without lanes"}
 BREACHES: dict[str, tuple[tuple[Message | Kind | float, ...], str]] = {
+    "a longer frame than measures a link": (
+        (Message(Kind.PROBE, body=Body(16_001)),),
+        "announces 16001 bytes; at most 16000 are allowed",
+    ),
     "another epoch": ((activation(epoch=2),), "instead of micro-batch 1 of iteration 1 of epoch 1,"),
     "a later iteration": ((activation(iteration=2),), "instead of micro-batch 1 of iteration 1"),
     "a later micro-batch": ((activation(n=2),), "instead of micro-batch 1 of iteration 1"),
@@ -119,6 +123,12 @@ def test_a_device_that_breaks_the_protocol_gets_the_reason_and_the_others_train_
     assert [result.epoch for result in outcome.results] == [1, 2]
     assert outcome.lives[0] is None
     assert outcome.left_running == 0
+
+
+def test_a_longer_frame_than_measures_a_link_is_refused_before_the_orders_too() -> None:
+    outcome = train([honest("a"), by_hand(Message(Kind.PROBE, body=Body(16_001)))], epochs=2)
+    assert outcome.counted == [{"a": 20}, {"a": 20}]
+    assert "announces 16001 bytes; at most 16000 are allowed" in str(outcome.lives[1])
 
 
 class Unthankful:

@@ -18,6 +18,7 @@ from pipar.server.session import Session
 from pipar.settings.links import Link
 from pipar.transport.channel import Channel
 from pipar.transport.in_memory import memory_pair
+from pipar.transport.link_trial import FRAME_BYTES
 from pipar.wire.messages import Body, Kind, Message, json_body
 
 UNKNOWN = Link()
@@ -218,6 +219,17 @@ def test_a_device_cannot_claim_a_downlink_slower_than_the_wait_for_its_answer() 
     link, passed_s = measured(Link(up_bps=1e6, down_bps=1e6), answers=claims)
     assert link is None
     assert passed_s < 1.0
+
+
+@pytest.mark.parametrize("body", [Body(), Body(FRAME_BYTES - 1)])
+def test_a_device_cannot_claim_a_fast_uplink_by_frames_of_other_bytes(body: Body) -> None:
+    def cheats(device: Channel, message: Message) -> None:
+        if message.micro_batch == message.samples:
+            device.post(Message(Kind.PROBE, body=json_body({"came": [1.0] * message.samples})))
+            for _ in range(message.batch_samples):
+                device.post(Message(Kind.PROBE, body=body))
+
+    assert measured(Link(up_bps=1e6, down_bps=1e6), answers=cheats)[0] is None
 
 
 def test_a_device_refuses_to_send_without_end() -> None:

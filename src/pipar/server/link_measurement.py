@@ -153,7 +153,14 @@ class _Measurement:
                 raise ProtocolError(f"{answer} does not tell when {down.frames} frames can have arrived.")
             down.take(arrived)
         if up.frames:
-            up.take([(await self._session.next_probe())[1] for _ in range(up.frames)])
+            up.take([await self._frame() for _ in range(up.frames)])
+
+    async def _frame(self) -> float:
+        """Return when the next frame of the device's train arrived."""
+        message, arrived = await self._session.next_probe()
+        if message.body.size_bytes != FRAME_BYTES or message.body.is_coded:  # a shorter one would seem faster
+            raise ProtocolError(f"{message} has another body than the {FRAME_BYTES} bytes that measure a link.")
+        return arrived
 
     def _send(self, frames: int, wanted: int) -> None:
         """Send a train, of which every message says how many there are and how many the device is to send."""

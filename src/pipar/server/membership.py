@@ -32,6 +32,7 @@ from pipar.server.refusals import RefusalReporter
 from pipar.server.session import Session, fault
 from pipar.transport.channel import Channel
 from pipar.transport.interface import Transport
+from pipar.transport.link_trial import FRAME_BYTES
 from pipar.units import format_seconds
 from pipar.wire.frames import Frame, body_limit, cut_message
 from pipar.wire.messages import Kind, Message, read_json
@@ -157,7 +158,7 @@ class Membership:
         session = Session(introduction, next(self._numbers), channel, recorder)
         channel.session = session.number
         channel.answers_alive = True
-        channel.limit(body_limit({}))  # small messages only, until its plan is known
+        channel.limit(body_limit({Kind.PROBE: FRAME_BYTES}))  # and small messages, until its plan is known
         channel.emulate(self._policy.link(name), attrgetter("down_bps"))
         self.sessions[name] = session
         self._readers[session] = self._loop.create_task(self._read(session))

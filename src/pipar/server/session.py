@@ -17,6 +17,7 @@ from pipar.planner.replanner import MeasuredLink
 from pipar.server.device_messages import EndOfEpoch, EvaluationAnswer, Introduction
 from pipar.server.expected_scores import ExpectedScores
 from pipar.transport.channel import Channel
+from pipar.transport.link_trial import FRAME_BYTES
 from pipar.transport.rate_estimate import estimate_traffic
 from pipar.transport.shaping import Traffic
 from pipar.wire.frames import SMALL_BODY_BYTES, body_limit, package_version
@@ -278,6 +279,7 @@ class Session:
                 Kind.MODEL: allowance.model_bytes + SMALL_BODY_BYTES,
                 Kind.STATE: allowance.state_bytes + SMALL_BODY_BYTES,
                 Kind.TRACE: allowance.trace_bytes,
+                Kind.PROBE: FRAME_BYTES,
             }
             self.channel.limit(body_limit(limits))
 
