@@ -17,7 +17,8 @@ from pipar.job.job import Job
 from pipar.job.plans import with_plans
 from pipar.job.prepare import unplanned_timing_only_job
 from pipar.launch.rehearsal import rehearse
-from pipar.launch.simulated import time_training
+from pipar.launch.simulated import simulate_training, why_programs
+from pipar.launch.virtual import train_timing_only
 from pipar.methods import Plan
 from pipar.planner.candidates import allowed_plans
 from pipar.planner.fleet import Fleet, plans_by_device
@@ -49,7 +50,8 @@ def _timing(config: Config, options: Mapping[str, Any]) -> Result:
     del options
     job, planning_s = _planned(config)
     results: list[EpochResult] = []
-    time_training(job, lambda result, _: results.append(result), ignore)
+    train = train_timing_only if why_programs(job) else simulate_training
+    train(job, lambda result, _: results.append(result), ignore)
     last = results[-1]
     return {
         "plan": _plans(job.plans),

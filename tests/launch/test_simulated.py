@@ -6,17 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from support.random_jobs import PIXEL, clipping, coded_job, frozen_job, private_job, random_job, several_at_once
 
 import pipar
-from pipar.events import EpochResult, Event, TimedByPrograms, ignore
+from pipar.errors import PlanError
+from pipar.events import EpochResult, Event, Preparing, Replanned, Started, TimedByPrograms, ignore
 from pipar.execution.spans import Span
 from pipar.job.job import Job
+from pipar.job.prepare import prepare_timing_only
+from pipar.launch.rehearsal import rehearse
 from pipar.launch.simulated import simulate_training, why_programs
 from pipar.launch.virtual import train_timing_only
+from pipar.planner import background_search
+from pipar.settings.config_file import config_from
 
 SMALL = [
     "devices.count=2", "run.epochs=2", "run.batch_size=10", "data.samples_per_device=20", "data.validation=10",
@@ -150,6 +155,9 @@ REASONS = {
     "server.round_deadline=100": "rounds have a deadline",
     "server.min_devices=1": "it begins before all devices have joined",
     "privacy.target_epsilon=8": "updates get noise",
+    "devices.link={cycle=['4g', 'wifi'], every='1s'}": "links change",
+    "data.evaluate_on_devices=0.2": "devices evaluate models",
+    "optimizer.state_at_aggregation=keep": "the state of optimisers moves with layers",
 }
 
 
@@ -160,3 +168,72 @@ def test_what_the_simulator_does_not_cover_runs_the_programs_and_says_why(settin
     result = train(settings=[*SMALL, setting], observe=events.append)
     assert [event.reason for event in events if isinstance(event, TimedByPrograms)] == [REASONS[setting]]
     assert result.content["epochs"] == train(settings=[*SMALL, setting], programs=True).content["epochs"]
+
+
+def test_activations_that_the_server_may_keep_are_timed_by_the_programs() -> None:
+    job = with_run(random_job(0))
+    assert why_programs(job) == ""
+    assert why_programs(replace(job, steady_layers=1)) == "the server may keep activations"
+
+
+def test_a_recording_is_made_by_the_programs() -> None:
+    events: list[Event] = []
+    pipar.run(world="timing-only", settings=SMALL, progress=False, observe=events.append, record=True)
+    assert [event.reason for event in events if isinstance(event, TimedByPrograms)] == ["it is recorded"]
+
+
+#: Only one of two unequal devices takes part in a round. From the third one on, its machine is known better.
+UNEQUAL: dict[str, Any] = {
+    "run": {"epochs": 3, "batch_size": 20, "devices_per_round": 1},
+    "data": {"name": "synthetic", "samples_per_device": 50},
+    "server": {"profile": "i7-11850h"},
+    "devices": [
+        {"link": "wifi", "speed": 3, "profile": "raspberry-pi-5"},
+        {"link": {"up": "1Mbit/s", "down": "unlimited"}, "speed": 3, "profile": "raspberry-pi-5"},
+    ],
+}
+#: With the same link, a search finds no other plans.
+EQUAL = UNEQUAL | {"devices": [UNEQUAL["devices"][0]] * 2}
+
+
+@pytest.mark.slow
+def test_a_training_in_which_devices_get_new_plans_is_timed_by_the_programs() -> None:
+    events: list[Event] = []
+    train = partial(pipar.run, UNEQUAL, world="timing-only", progress=False)
+    result = train(observe=events.append)
+    assert [event.epoch for event in events if isinstance(event, Replanned)] == [3]
+    assert [event.reason for event in events if isinstance(event, TimedByPrograms)] == ["devices get new plans"]
+    assert result.content["epochs"] == train(programs=True).content["epochs"]
+
+
+def test_a_training_in_which_no_plan_changes_is_simulated_after_it_was_tried() -> None:
+    events: list[Event] = []
+    train = partial(pipar.run, EQUAL, world="timing-only", progress=False)
+    simulated = train(observe=events.append)
+    names = [type(event) for event in events]
+    tried = [event.share for event in events if isinstance(event, Preparing) and event.what.startswith("Simulating")]
+    assert tried == [0.0, 0.5]
+    assert max(place for place, kind in enumerate(names) if kind is Preparing) < names.index(Started)
+    assert TimedByPrograms not in names
+    programs = train(programs=True).content["epochs"]
+    assert [row["seconds"] for row in simulated.content["epochs"]] == [
+        pytest.approx(row["seconds"], rel=SAME) for row in programs
+    ]
+
+
+def test_a_training_whose_search_for_new_plans_fails_is_timed_by_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise PlanError("no plans.")
+
+    job = prepare_timing_only(config_from(UNEQUAL), rehearse)
+    assert job is not None
+    monkeypatch.setattr(background_search, "search_again", fail)
+    assert why_programs(job) == "a search for new plans fails"
+
+
+def test_nothing_is_simulated_for_a_training_that_has_been_stopped() -> None:
+    job = prepare_timing_only(config_from(UNEQUAL), rehearse)
+    assert job is not None
+    events: list[Event] = []
+    assert why_programs(job, events.append, should_stop=lambda: True) == ""
+    assert events == []

@@ -19,6 +19,7 @@ from pipar.events import (
     Preparing,
     Started,
     Starting,
+    TimedByPrograms,
     ignore,
     tell_all,
 )
@@ -317,16 +318,24 @@ class RunOptions:
 
 
 def _run_timing_only(job: Job, options: RunOptions) -> Result:
-    from pipar.launch.simulated import time_training  # imports numpy, without which commands start faster
+    # They import numpy, without which commands start faster.
+    from pipar.launch.simulated import simulate_training, why_programs
+    from pipar.launch.virtual import train_timing_only
 
+    should_stop = options.callbacks.should_stop
+    # Before the run starts: a simulation that has to show it is part of the preparation.
+    why = (
+        "" if options.programs else why_programs(job, options.observe, should_stop=should_stop, recorded=options.record)
+    )
+    train = train_timing_only if options.programs or why else simulate_training
     with _open_folder(job, options, "timing-only") as path:
         folder = RunFolder(path, job, world="timing-only", command=options.command)
         try:
             with recorded(folder, world="timing-only", is_on=options.record) as (emitting, watching):
                 emit, watch = emitting(options.epoch_recorder(folder)), watching(folder.event_recorder(options.observe))
-                given = {"programs": options.programs, "recorded": options.record}
-                stopping = options.callbacks.should_stop
-                time_training(job, emit, watch, accountant=folder.accountant, should_stop=stopping, **given)
+                if why:
+                    watch(TimedByPrograms(why))
+                train(job, emit, watch, accountant=folder.accountant, should_stop=should_stop)
         finally:  # the epochs so far are kept, even if it is interrupted
             content = save_result(folder, without_signals(folder.finish), options.observe)
         return Result(path, content)

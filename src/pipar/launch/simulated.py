@@ -10,17 +10,19 @@ from pipar.events import (
     Drawn,
     EndedByCallback,
     EpochResult,
+    Event,
     Observer,
+    Preparing,
+    ReplanFailed,
     RoundOver,
     Scores,
-    TimedByPrograms,
     ignore,
 )
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import Span, Totals
 from pipar.job.job import Job
 from pipar.launch.assemble import assemble_bookkeeping, chooses_plans
-from pipar.launch.virtual import timing_only_setup, train_timing_only
+from pipar.launch.virtual import timing_only_setup
 from pipar.planner.replanner import MeasuredLink
 from pipar.planner.simulated_training import SimulatedTraining
 from pipar.privacy.budget import PrivacyAccountant
@@ -30,14 +32,22 @@ from pipar.server.sampling import Draw
 Emit = Callable[[EpochResult, list[Span]], None]
 
 
-def why_programs(job: Job) -> str:
+def why_programs(
+    job: Job,
+    observe: Observer = ignore,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    recorded: bool = False,
+) -> str:
     """Return why the programs have to run to time a job; empty if the simulator gives the same result.
 
     Where a search may choose other plans during the training, the training is simulated to see whether it does: then
-    the choice may depend on the last digits of times, so it is left to the programs.
+    the choice may depend on the last digits of times, so it is left to the programs. `observe` gets the progress of
+    this simulation, which ends once the caller wants no training.
     """
     config, server = job.config, job.config.server
     reasons = (
+        (recorded, "it is recorded"),
         (job.method.shares_server_model, f"devices share one server-side model in {job.method.name}"),
         (any(spec.link.cycle for spec in job.specs), "links change"),
         (not isinstance(server.round_deadline, str), "rounds have a deadline"),
@@ -52,44 +62,38 @@ def why_programs(job: Job) -> str:
     reason = next((reason for holds, reason in reasons if holds), "")
     if reason or config.run.epochs == 1 or not (job.can_replan and chooses_plans(job)):
         return reason
-    return "devices get new plans" if run_virtually(_plans_change(job)) else ""
+    return run_virtually(_why_plans_change(job, observe, should_stop))
 
 
-async def _plans_change(job: Job) -> bool:
-    """Return whether a search finds other plans for a round of a training; the last one changes nothing any more."""
-    training = _Training(job, lambda *_: None, ignore, watch=frozenset())
-    replanner = training.books.replanner
+async def _why_plans_change(job: Job, observe: Observer, should_stop: Callable[[], bool]) -> str:
+    """Return that a search finds other plans for a round of a training, or fails; empty if neither happens.
+
+    There is no search after the last round but one: its plans would be too late.
+    """
+    failures: list[Event] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, ReplanFailed):
+            failures.append(event)
+
+    training = _Training(job, lambda *_: None, note, watch=frozenset())
+    replanner, searched = training.books.replanner, job.config.run.epochs - 1
     assert replanner is not None
     replanner.begin(job.links)
-    for number in range(1, job.config.run.epochs):
+    for number in range(1, searched + 1):
+        if should_stop():
+            break
+        observe(Preparing("Simulating whether devices get new plans", (number - 1) / searched))
         measured = training.train_round(number)
         replanner.observe_round(measured)
         while replanner.is_searching:
             await asyncio.sleep(0)
         found = replanner.take() or {}
+        if failures:
+            return "a search for new plans fails"
         if any(job.plans.get(name, plan) != plan for name, plan in found.items()):
-            return True
-    return False
-
-
-def time_training(
-    job: Job,
-    emit: Emit,
-    observe: Observer,
-    *,
-    accountant: PrivacyAccountant | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-    programs: bool = False,
-    recorded: bool = False,
-) -> None:
-    """Time a training with the simulator, or with the programs if they are asked for or needed; an event says why."""
-    if not programs:
-        reason = "it is recorded" if recorded else why_programs(job)
-        if not reason:
-            simulate_training(job, emit, observe, accountant=accountant, should_stop=should_stop)
-            return
-        observe(TimedByPrograms(reason))
-    train_timing_only(job, emit, observe, accountant=accountant, should_stop=should_stop)
+            return "devices get new plans"
+    return ""
 
 
 def simulate_training(
