@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +61,24 @@ def test_a_control_that_somebody_chose_other_than_bbr_stays(listener: socket.soc
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     prefer_cubic_at(listener.getsockname()[1])
     assert congestion_control(listener) == "reno"
+
+
+def test_a_descriptor_that_becomes_a_file_meanwhile_leaves_no_copy_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[int] = []
+    with (tmp_path / "file").open("w") as file, socket.socket() as before:
+        number, dup = before.fileno(), os.dup
+        monkeypatch.setattr(congestion, "_DESCRIPTORS", tmp_path / "fd")
+        (tmp_path / "fd").mkdir()
+        (tmp_path / "fd" / str(number)).touch()
+
+        def reused(_: int) -> int:
+            copies.append(dup(file.fileno()))
+            return copies[-1]
+
+        monkeypatch.setattr(os, "dup", reused)
+        prefer_cubic_to(1)
+    (copied,) = copies
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(copied)

@@ -47,11 +47,26 @@ def _tcp_sockets() -> Iterator[socket.socket]:
     """Yield copies of this program's TCP sockets: gRPC has no option for this, and does not give out its sockets."""
     with suppress(OSError):  # only Linux has this folder
         for path in _DESCRIPTORS.iterdir():
-            with suppress(OSError):  # it was closed meanwhile
-                number = int(path.name)
-                if stat.S_ISSOCK(os.fstat(number).st_mode):
-                    one = socket.socket(fileno=os.dup(number))
-                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                        yield one
-                    else:
-                        one.close()
+            one = _copy(int(path.name))
+            if one is not None and one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                yield one
+            elif one is not None:
+                one.close()
+
+
+def _copy(number: int) -> socket.socket | None:
+    """Return a copy of the socket with this descriptor; None if there is none.
+
+    Other threads may close the descriptor at any time, and open something else under its number.
+    """
+    try:
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            return None
+        copied = os.dup(number)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=copied)
+    except OSError:
+        os.close(copied)
+        return None
