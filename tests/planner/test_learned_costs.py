@@ -19,12 +19,13 @@ from pipar.job.prepare import prepare_timing_only
 from pipar.launch.rehearsal import rehearse
 from pipar.launch.virtual import train_timing_only
 from pipar.methods import METHODS, Plan
+from pipar.planner.background_search import search_again
 from pipar.planner.calibration import Calibration, MachineHistory, Shares, calibrated, pooled, situation_key
 from pipar.planner.compute_load import compute_loads, compute_seconds
 from pipar.planner.costs import Costs
 from pipar.planner.fleet import Fleet, SharedHost
 from pipar.planner.learned_costs import Predictor, forecast_rounds, predict_s
-from pipar.profiling.profile import Profile
+from pipar.profiling.profile import LayerProfile, Profile
 from pipar.settings.config_file import config_from
 from pipar.settings.links import Link
 from reproduction.perturbed_times import perturbed
@@ -438,6 +439,20 @@ def test_measured_epochs_still_count_after_a_device_has_left_and_another_has_joi
     predictor.replan(4, plans(here, Plan(1, 1)))
     predictor.learn_seconds(4, 100.0, names)
     assert "an epoch takes 100 s, and took" in predictor.reason()
+
+
+def test_epochs_that_were_predicted_to_take_no_time_say_nothing_about_predictions() -> None:
+    layers = tuple(LayerProfile(name, (0.0, 0.0), (0.0, 0.0), 0, 0) for name in "abcd")
+    costs = Costs(Profile("any", "float32", (1, 50), layers))
+    members = tuple(replace(member, costs=costs, link=Link()) for member in fleet(2).members)
+    here = replace(fleet(2), members=members, server=costs)
+    assert predict_s(here, plans(here)) == 0.0
+    predictor = Predictor(here, plans(here), scatter=0.03)
+    predictor.learn_seconds(1, 1.0, plans(here))
+    assert predictor.reason() == ""
+    predictor.replan(2, plans(here, Plan(1, 1)))
+    searched = replace(predictor.latest({}), stable_rounds=9.0)
+    assert search_again(searched, predictor.plans).keys() == plans(here).keys()
 
 
 def test_devices_that_are_slowed_down_by_others_on_their_machine_are_not_taken_for_slow() -> None:

@@ -50,6 +50,10 @@ def test_epochs_of_devices_that_were_swapped_for_as_many_others_say_nothing_abou
     assert measured.with_epoch(here | {"pi": Plan(3, 3)}, 1.2).expected_s(here, predict) == 1.2
 
 
+def test_plans_that_are_predicted_to_take_no_time_do_not_correct_the_predictions_of_others() -> None:
+    assert after((SPLIT, 2.0)).expected_s(OTHER, lambda plans: float(plans == OTHER)) == 1.0
+
+
 def test_a_plan_is_left_for_one_that_was_measured_to_be_better_and_not_taken_again() -> None:
     measured = after((WHOLE, 1.0), (WHOLE, 1.02), (SPLIT, 1.2), (SPLIT, 1.22))
     assert measured.better_than(SPLIT) == WHOLE

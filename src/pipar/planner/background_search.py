@@ -83,7 +83,7 @@ def search_again(fleet: Fleet, start: Mapping[str, Plan], settings: SearchSettin
     best = min(candidates, key=lambda plans: measured.expected_s(plans, known))
     gained_s = current_s - measured.expected_s(best, known)
     pays = gained_s * (fleet.stable_rounds - 2) >= 2 * move_s(fleet, current, best)
-    if gained_s >= current_s * measured.least_gain(current, best, settings.least_gain):
+    if current_s and gained_s >= current_s * measured.least_gain(current, best, settings.least_gain):
         is_measured = None not in (measured.measured_s(best), measured.measured_s(current))
         return NewPlans(best, gained_s / current_s, is_measured=is_measured) if pays else NewPlans(current)
     # A trial that costs less than epochs scatter shows nothing.

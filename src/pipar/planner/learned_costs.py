@@ -200,7 +200,8 @@ class Predictor:
         """Return how many times as long as predicted epochs with the current plans take."""
         current = self._plans_of_latest()
         now_s = self._measured.measured_s(current)
-        return 1.0 if now_s is None else now_s / predict_s(self.now().of(current), current)
+        predicted_s = 0.0 if now_s is None else predict_s(self.now().of(current), current)
+        return now_s / predicted_s if now_s and predicted_s else 1.0
 
     def fleet_for(self, epoch: int) -> Fleet:
         """Return the fleet as known when an epoch began."""

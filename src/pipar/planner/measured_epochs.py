@@ -133,7 +133,8 @@ class MeasuredEpochs:
         """
         by_kind: dict[bool, list[float]] = {True: [], False: []}
         for measured in self.plans_of(plans):  # others may have left: nothing can be predicted for them
-            by_kind[self._splits(measured)].append(self.seconds_of(measured) / predict(measured))
+            if (predicted_s := predict(measured)) > 0:
+                by_kind[self._splits(measured)].append(self.seconds_of(measured) / predicted_s)
         is_split = self._splits(plans)
         if by_kind[is_split]:
             return median(by_kind[is_split])
