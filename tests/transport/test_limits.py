@@ -22,7 +22,7 @@ from pipar.transport.grpc_listener import Listener
 from pipar.transport.interface import Transport
 from pipar.transport.limits import Keepalive, Limits, RateLimit, TokenBucket
 from pipar.transport.tls import ServerSecurity
-from pipar.wire.frames import Frame, cut_message
+from pipar.wire.frames import CHUNK_BYTES, Frame, cut_message
 from pipar.wire.messages import Body, Kind, Message
 
 QUICK = Keepalive(every_s=1.0, timeout_s=4.0)  # within which a busy machine answers, too
@@ -68,6 +68,11 @@ def run(main: Awaitable[None]) -> None:
         await asyncio.wait_for(main, PATIENCE_S)
 
     asyncio.run(limited())
+
+
+def test_streams_that_have_sent_nothing_yet_hold_a_gigabyte_at_most() -> None:
+    granted = Limits()
+    assert granted.newcomers * (granted.window_bytes + CHUNK_BYTES + 4096) < 1.1e9
 
 
 @pytest.mark.slow

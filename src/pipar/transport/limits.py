@@ -79,7 +79,7 @@ class Limits:
     connections: int = 4096
     newcomers: int = 512
     read_ahead_bytes: int = 4_000_000
-    window_bytes: int = 4 << 20  # of HTTP/2: what a peer may send on top before it is stopped
+    window_bytes: int = 1 << 20  # of HTTP/2: what a peer may send on top before it is stopped
     first_frame_s: float = HELLO_TIMEOUT_S
     handshake_s: float = 20.0
     idle_s: float = 60.0  # a connection without a stream
