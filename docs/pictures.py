@@ -37,7 +37,7 @@ def epochs() -> dict[str, list[Span]]:
     """Return the first epoch of the same training with each method."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PIPAR_RUNS"] = folder
-        results = pipar.compare(SETTINGS, methods=list(TITLES), world="timing-only")
+        results = pipar.compare(SETTINGS, methods=list(TITLES), world="timing-only", programs=True)
         return {method: of_epoch(read_spans(result.folder / "trace.json"), 1) for method, result in results.items()}
 
 
