@@ -21,6 +21,7 @@ from pipar.cutting.traced import CutPoint, TracedNetwork
 from pipar.data.user_samples import dataset_images
 from pipar.errors import ModelError
 from pipar.networks.models import build_model, uses_batch_statistics, uses_dropout
+from pipar.nn.micro_batches import Decoded
 from pipar.nn.optimizers import sgd
 from pipar.nn.shared_part import SharedServerPart
 from pipar.tasks.task import classification
@@ -212,7 +213,7 @@ def test_parts_know_how_much_of_a_batch_running_averages_take() -> None:
     known = {path: module.momentum for path, module in server.named_modules() if hasattr(module, "momentum")}
     assert known == {"layer1.0.norm": 0.3, "layer1.1.norm": 0.3}
     part = SharedServerPart(copy.deepcopy(server), sgd(), task=classification(10))
-    part.forward((torch.rand(3, 4, 2, 2, dtype=torch.float64), torch.arange(3), 3, 3.0))
+    part.forward(Decoded(torch.rand(3, 4, 2, 2, dtype=torch.float64), torch.arange(3), 3, 3.0))
     assert sum(name.endswith("running_var") for name in part._batch_statistics()) == 2
 
 

@@ -12,6 +12,7 @@ from support.cutting import CutLink, Loss
 from pipar.errors import LinkError
 from pipar.execution.clock import run_virtually
 from pipar.execution.spans import DOWNLINK, UPLINK, Recorder
+from pipar.server.at_once import Turn
 from pipar.server.device_messages import Introduction
 from pipar.server.serving import GradientReply
 from pipar.server.session import Allowance, Session
@@ -179,7 +180,7 @@ def test_a_device_that_abandons_a_round_between_two_chunks_gets_both_in_order(ch
         session.allow(Allowance(micro_batches=1))
         activation, _ = coded()
         session.take(activation)
-        answer = GradientReply(session, activation)
+        answer = GradientReply(session, activation, Turn())
         ended = answer.chunk_sender(1)
         body = tensor_body(TENSOR, encoding="planes")
         ended(0, body)
@@ -220,7 +221,7 @@ def test_no_answer_to_an_abandoned_round_is_started() -> None:
         session.allow(Allowance(micro_batches=1))
         activation, _ = coded()
         session.take(activation)
-        answer = GradientReply(session, activation)
+        answer = GradientReply(session, activation, Turn())
         session.abandon(1)
         ended, body = answer.chunk_sender(1), tensor_body(TENSOR, encoding="planes")
         ended(0, body)
