@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from pipar.launch.rehearsal import rehearse
 from pipar.launch.simulated import simulate_training, why_programs
 from pipar.launch.virtual import train_timing_only
 from pipar.planner import background_search
+from pipar.planner.simulated_training import SimulatedTraining
 from pipar.settings.config_file import config_from
 
 SMALL = [
@@ -237,3 +239,17 @@ def test_nothing_is_simulated_for_a_training_that_has_been_stopped() -> None:
     events: list[Event] = []
     assert why_programs(job, events.append, should_stop=lambda: True) == ""
     assert events == []
+
+
+def test_ctrl_c_ends_the_simulation_before_a_run_in_the_middle_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        rounds.append("trained to its end")
+
+    job = prepare_timing_only(config_from(UNEQUAL), rehearse)
+    assert job is not None
+    rounds: list[str] = []
+    monkeypatch.setattr(SimulatedTraining, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        why_programs(job)
+    assert rounds == []

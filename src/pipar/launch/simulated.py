@@ -23,7 +23,8 @@ from pipar.execution.spans import Span, Totals
 from pipar.job.job import Job
 from pipar.launch.assemble import assemble_bookkeeping, chooses_plans
 from pipar.launch.virtual import timing_only_setup
-from pipar.planner.replanner import MeasuredLink
+from pipar.methods import Plan
+from pipar.planner.replanner import MeasuredLink, Replanner
 from pipar.planner.simulated_training import SimulatedTraining
 from pipar.privacy.budget import PrivacyAccountant
 from pipar.server.epoch_results import RoundSummary
@@ -62,10 +63,10 @@ def why_programs(
     reason = next((reason for holds, reason in reasons if holds), "")
     if reason or config.run.epochs == 1 or not (job.can_replan and chooses_plans(job)):
         return reason
-    return run_virtually(_why_plans_change(job, observe, should_stop))
+    return _why_plans_change(job, observe, should_stop)
 
 
-async def _why_plans_change(job: Job, observe: Observer, should_stop: Callable[[], bool]) -> str:
+def _why_plans_change(job: Job, observe: Observer, should_stop: Callable[[], bool]) -> str:
     """Return that a search finds other plans for a round of a training, or fails; empty if neither happens.
 
     There is no search after the last round but one: its plans would be too late.
@@ -84,16 +85,21 @@ async def _why_plans_change(job: Job, observe: Observer, should_stop: Callable[[
         if should_stop():
             break
         observe(Preparing("Simulating whether devices get new plans", (number - 1) / searched))
-        measured = training.train_round(number)
-        replanner.observe_round(measured)
-        while replanner.is_searching:
-            await asyncio.sleep(0)
-        found = replanner.take() or {}
+        # A round is simulated outside of an event loop, so that Ctrl-C ends it at once.
+        found = run_virtually(_found(replanner, training.train_round(number)))
         if failures:
             return "a search for new plans fails"
         if any(job.plans.get(name, plan) != plan for name, plan in found.items()):
             return "devices get new plans"
     return ""
+
+
+async def _found(replanner: Replanner, measured: Mapping[str, MeasuredLink]) -> Mapping[str, Plan]:
+    """Return the plans that a search finds after a round with these links; none if nothing has changed."""
+    replanner.observe_round(measured)
+    while replanner.is_searching:
+        await asyncio.sleep(0)
+    return replanner.take() or {}
 
 
 def simulate_training(
