@@ -14,9 +14,9 @@ MESSAGE_BYTES = 256
 class Keepalive:
     """A silent peer is pinged after `every_s`, and counts as lost if it does not answer within `timeout_s`.
 
-    The answer may wait for up to 2.4 MB that are in flight, so with 20 s a link of 1 Mbit/s does not count as lost. By
-    default one of 0.1 Mbit/s does not, either: devices show signs of life of their own (`heartbeat.py`), and these
-    pings are the last resort.
+    The answer may wait for data that the systems hold. With 20 s a link of 0.5 Mbit/s did not count as lost, and by
+    default one of 0.1 Mbit/s did not, either (decision 036): devices show signs of life of their own (`heartbeat.py`),
+    and these pings are the last resort.
     """
 
     every_s: float = 30.0
