@@ -32,14 +32,14 @@ from pipar.job.plans import make_plans
 from pipar.launch.rehearsal import rehearse
 from pipar.methods import Plan
 from pipar.profiling.profile import CodingTimes, LayerProfile, Profile
-from pipar.server.device_messages import Introduction, read_profile
+from pipar.server.device_messages import Expected, Introduction, read_hello, read_profile
 from pipar.server.enrolment import OpenEnrolment
 from pipar.server.session import fault
 from pipar.settings.config import DeviceSpec
 from pipar.settings.config_file import config_from
 from pipar.settings.links import Link
 from pipar.storage.checkpoint import Checkpoint
-from pipar.wire.messages import EMPTY
+from pipar.wire.messages import EMPTY, Kind, Message, json_body
 from pipar.wire.orders import Orders
 
 TIMES = CodingTimes(1e-5, 1e-9, 1e-5, 1e-9)
@@ -322,6 +322,22 @@ def test_a_device_with_another_network_learns_that_its_configuration_is_wrong_an
     told = fault(refused.value)
     assert isinstance(_fault(told, "refused this device"), NetworkRefusedError)
     assert isinstance(_fault(fault("no"), "refused this device"), TrainingError)
+
+
+@pytest.mark.parametrize(
+    ("device", "server", "names"),
+    [("pipar", "fl", True), ("fl", "pipar", True), ("sfl", "pipar", False), (7, "fl", False), (None, "fl", False)],
+)
+def test_a_device_whose_method_divides_the_network_otherwise_learns_the_method(
+    device: Any, server: str, names: bool
+) -> None:
+    whole = replace(WHOLE, layers=WHOLE.layers[:1])
+    content = {"name": "a", "samples": 9, "profile": json.loads(WHOLE.to_json()), "method": device}
+    with pytest.raises(OtherNetworkError, match="with 3 layers, but any has 1") as refused:
+        read_hello(Message(Kind.HELLO, body=json_body(content)), Expected(whole, method=server), None)
+    assert (f"give its configuration run.method = '{server}' as the server has" in str(refused.value)) is names
+    same = read_hello(Message(Kind.HELLO, body=json_body(content)), Expected(WHOLE, method=server), None)
+    assert same.profile == WHOLE
 
 
 def test_a_device_on_the_servers_machine_is_planned_for_with_its_cores() -> None:

@@ -42,7 +42,7 @@ class Terms:
         if orders.layers != layers:
             raise OrdersError(
                 f"The server trains a network of {orders.layers} layers, but this device's network of {layers} layers "
-                "is another one: start both with the same [model]."
+                "is another one: start both with the same [model] and the same run.method."
             )
         if self.profile is not None and self.memory_bytes is not None:
             self._check_memory(orders, self.profile, self.memory_bytes)

@@ -94,6 +94,7 @@ class Equipment:
     machine: str = ""  # of a deployed device: an identifier that only programs of the same machine share
     inputs: str = ""  # of a deployed device: what its samples are
     target_bytes: int | None = None  # likewise: of the targets of one sample, as it sends them
+    method: str = ""  # likewise: of its own configuration
 
 
 @dataclass(frozen=True)

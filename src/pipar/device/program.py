@@ -124,6 +124,8 @@ class Device:
             about |= {"machine": self._equipment.machine, "probes": True}
         if self._equipment.inputs:
             about |= {"inputs": self._equipment.inputs, "target_bytes": self._equipment.target_bytes}
+        if self._equipment.method:
+            about["method"] = self._equipment.method
         about |= self._evaluation.introduction()
         return about if profile is None else {**about, "profile": json.loads(profile.to_json())}
 

@@ -157,6 +157,7 @@ class _ServerBuilder:
             timeouts=self._chosen_timeouts(),
             targets=job.target_size,
             inputs=job.inputs,
+            method=job.method.name,
         )
         return Server(self._training(), setup.learner, setup.enrolment, lanes, services, sessions)
 

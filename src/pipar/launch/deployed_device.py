@@ -103,6 +103,7 @@ def _take_part(config: Config, options: DeviceOptions, observe: Observer) -> int
     evaluation = workload.evaluation_samples(options.name, Memory(profile, memory_bytes))
     equipment = Equipment(samples, build, lanes, profile, guard, terms, evaluation, clock_machine())
     equipment = replace(equipment, inputs=str(workload.samples.form), target_bytes=workload.task.size.sample_bytes)
+    equipment = replace(equipment, method=config.run.method)
     stopped = run_until_signal(_train(config, options, spec, equipment, observe))
     return 130 if stopped == signal.SIGINT else 0
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipar.errors import ConfigError, OtherNetworkError, ProtocolError, peer_text
 from pipar.json_records import is_number, is_whole
+from pipar.methods import METHODS
 from pipar.privacy.budget import BudgetUse
 from pipar.profiling.comparison import NetworkSizes, network_difference
 from pipar.profiling.profile import Profile
@@ -28,6 +29,7 @@ _LARGEST_SPENT = 1e300
 _LARGEST_LOSS = 1e18
 _LARGEST_ERROR = 1e100
 _MOST_VALUES = 1000
+_SAME_NETWORK = "give [model] and [data] of its configuration the same network and samples as in that of the server"
 
 
 def added_errors(errors: Iterable[SquaredError]) -> SquaredError:
@@ -43,6 +45,7 @@ class Expected:
     network: Profile | None = None  # its own profile is of this network
     inputs: str = ""  # what a sample is; empty: not known
     targets: TargetSize = LABELS
+    method: str = ""  # another one may divide a network otherwise; empty: not known
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ def read_hello(message: Message, expected: Expected, peer: str | None) -> Introd
     if not is_whole(kept, 0, _MOST_SAMPLES):
         raise ProtocolError(f"'{name}' reports {_shown(kept)} evaluation samples; 0 to {_MOST_SAMPLES} are allowed.")
     _check_samples(name, content, expected)
-    profile, spent = read_profile(content.get("profile"), expected.network), _read_spent(name, content)
+    profile = read_profile(content.get("profile"), expected.network, _same_network(content, expected))
+    spent = _read_spent(name, content)
     machine = content.get("machine", "")
     if not isinstance(machine, str) or len(machine) > _LONGEST_NAME:
         raise ProtocolError(f"'{name}' gives {_shown(machine)} as its machine; at most {_LONGEST_NAME} characters fit.")
@@ -104,6 +108,17 @@ def _check_samples(name: str, content: Mapping[str, Any], expected: Expected) ->
         )
 
 
+def _same_network(content: Mapping[str, Any], expected: Expected) -> str:
+    """Return what gives a device the network of the server; a method that does not split has other layers."""
+    own, wanted = (METHODS.get(str(name)) for name in (content.get("method"), expected.method))
+    if own is None or wanted is None or own.splits == wanted.splits:
+        return _SAME_NETWORK
+    return (
+        f"give its configuration run.method = '{wanted.name}' as the server has (its '{own.name}' may divide the same "
+        "network into other layers), and [model] and [data] the same network and samples"
+    )
+
+
 def _read_spent(name: str, content: Mapping[str, Any]) -> BudgetUse:
     releases, spent = content.get("releases", 0), content.get("spent", 0.0)
     if not is_whole(releases, 0, _MOST_RELEASES) or type(spent) is not float or not 0 <= spent <= _LARGEST_SPENT:
@@ -114,8 +129,11 @@ def _read_spent(name: str, content: Mapping[str, Any]) -> BudgetUse:
     return BudgetUse(releases, spent)
 
 
-def read_profile(said: Any, network: Profile | None) -> Profile | None:
-    """Return the profile in a device's hello, if there is one; it has to be of the network that is trained."""
+def read_profile(said: Any, network: Profile | None, remedy: str = _SAME_NETWORK) -> Profile | None:
+    """Return the profile in a device's hello, if there is one; it has to be of the network that is trained.
+
+    If it is not, the sentence ends with the remedy.
+    """
     if said is None:
         return None
     try:
@@ -125,10 +143,7 @@ def read_profile(said: Any, network: Profile | None) -> Profile | None:
     if network is not None:
         why = network_difference(profile, NetworkSizes.of(network))
         if why:
-            raise OtherNetworkError(
-                f"The network of the device is {peer_text(f'{profile.model} {why}')}: give [model] and [data] of its "
-                "configuration the same network and samples as in that of the server."
-            )
+            raise OtherNetworkError(f"The network of the device is {peer_text(f'{profile.model} {why}')}: {remedy}.")
     return profile
 
 

@@ -176,11 +176,12 @@ class SessionSettings:
     timeouts: ChosenTimeouts | None = None  # those that the server chooses by itself; None: it chooses none
     targets: TargetSize = LABELS  # of the targets that devices send with activations
     inputs: str = ""  # what a device's samples have to be, if it is known
+    method: str = ""  # of the training
 
     @property
     def expected(self) -> Expected:
         """What a device has to have when it joins."""
-        return Expected(self.network, self.inputs, self.targets)
+        return Expected(self.network, self.inputs, self.targets, self.method)
 
 
 @dataclass(frozen=True)
