@@ -39,7 +39,7 @@ from pipar.settings.config import DeviceSpec
 from pipar.settings.config_file import config_from
 from pipar.settings.links import Link
 from pipar.storage.checkpoint import Checkpoint
-from pipar.wire.messages import EMPTY, Kind, Message, json_body
+from pipar.wire.messages import EMPTY, Kind, Message, TargetSize, json_body
 from pipar.wire.orders import Orders
 
 TIMES = CodingTimes(1e-5, 1e-9, 1e-5, 1e-9)
@@ -338,6 +338,12 @@ def test_a_device_whose_method_divides_the_network_otherwise_learns_the_method(
     assert (f"give its configuration run.method = '{server}' as the server has" in str(refused.value)) is names
     same = read_hello(Message(Kind.HELLO, body=json_body(content)), Expected(WHOLE, method=server), None)
     assert same.profile == WHOLE
+
+
+def test_a_device_with_targets_of_another_size_learns_that_its_task_may_differ() -> None:
+    content = {"name": "a", "samples": 9, "target_bytes": 4}
+    with pytest.raises(OtherNetworkError, match=r"4 bytes of targets .* expects 8: give both .* the same \[task\]"):
+        read_hello(Message(Kind.HELLO, body=json_body(content)), Expected(targets=TargetSize(8)), None)
 
 
 def test_a_device_on_the_servers_machine_is_planned_for_with_its_cores() -> None:

@@ -103,8 +103,8 @@ def _check_samples(name: str, content: Mapping[str, Any], expected: Expected) ->
     if targets is not None and targets != expected.targets.sample_bytes:
         raise OtherNetworkError(
             f"'{name}' sends {_shown(targets)} bytes of targets for each sample, but the server expects "
-            f"{expected.targets.sample_bytes}: give both programs targets of the same shape and dtype, and the same "
-            "data.classes."
+            f"{expected.targets.sample_bytes}: give both programs the same [task] and data.classes, and targets of the "
+            "same shape and dtype."
         )
 
 
