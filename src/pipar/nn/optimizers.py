@@ -293,7 +293,11 @@ def saved_state(state: State, to: Parameters, settings: OptimizerSettings) -> St
     """Return the state of a checkpoint for these parameters; raise InputError unless it fits them."""
     fitting = {place: one for place, one in state.items() if place.rpartition("/")[0] in to}
     if misfit := _misfit(fitting, to, settings):
-        raise InputError(f"The checkpoint has optimiser state {misfit!r} that does not fit this network.")
+        raise InputError(
+            f"The checkpoint has optimiser state {misfit!r} that does not fit this network with [optimizer] of the "
+            "configuration: resume with the [optimizer] that the training had, or give another run.name and start "
+            "without --resume."
+        )
     return fitting
 
 
