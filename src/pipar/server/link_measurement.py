@@ -65,7 +65,7 @@ class LinkMeasurements:
     async def _link(self, session: Session, known: Link, here: asyncio.Semaphore, ends_at: float) -> Link | None:
         measurement = _Measurement(session, ends_at)
         try:
-            await measurement.find()  # before it takes one of the places: a silent device keeps nobody waiting
+            await measurement.find()  # before it takes one of the places: a silent device delays no others
             async with asyncio.timeout_at(ends_at), here:
                 await measurement.run()
         except TimeoutError:

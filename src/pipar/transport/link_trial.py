@@ -18,7 +18,7 @@ FRAME_BYTES = 16_000
 FIRST_TRAIN, LONGEST_TRAIN = 4, 64
 #: A train that took this long shows the rate; a longer one would only delay the training.
 _ENOUGH_S = 0.08
-#: TCP begins with few bytes in each round trip, and doubles them: a train of so many round trips is past that.
+#: TCP begins with few bytes in each round trip, and doubles them: a train of this many round trips is past that.
 _ROUND_TRIPS = 4
 #: Above this rate the machines are measured rather than the link: a frame takes them a third of a millisecond.
 MOST_BPS = 400e6

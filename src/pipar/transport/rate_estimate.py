@@ -24,7 +24,7 @@ from pipar.wire.frames import Frame
 _REMEMBERED = 100
 #: A frame of at most this share of another's size needs a negligible time on the link.
 _SMALL = 0.1
-#: So many bytes may pass in a burst that a link does not sustain, because it was idle before.
+#: This many bytes may pass in a burst that a link does not sustain, because it was idle before.
 _BURST_BYTES = 32_000
 #: Links vary less within a few rounds. With more between the best burst and the mean, the machines were late.
 _LATE = 3.0
