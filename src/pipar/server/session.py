@@ -379,7 +379,7 @@ class Session:
 
     @contextmanager
     def probing(self, most: int) -> Iterator[None]:
-        """Keep PROBE messages of the device with their times of arrival, for `next_probe`; `most` limits the unread ones."""
+        """Keep PROBE messages of the device and their times of arrival, for `next_probe`: at most this many unread."""
         self._probes = asyncio.Queue(most)
         try:
             yield
