@@ -362,6 +362,7 @@ COMMANDS = [
     ("run --virtual --set task.loss=own_losses:mine", "no module 'own_losses' is installed"),
     ("run --virtual --set task.class_weights=3", "task.class_weights = 3 is not a list of weights"),
     ("run --virtual --set task.class_weights=[1.0,-2.0]", "is not a list of weights"),
+    ("run --virtual --set task.class_weights=none", "as in [1.0, 6.5], or remove the key for none"),
     ("run --virtual --set task.class_weights=[1.0,2.0]", "10 classes, but task.class_weights has 2 numbers"),
     ("run --virtual --set task.label_smoothing=1.5", "task.label_smoothing = 1.5 is not allowed"),
     (f"{NUMBERS} --set task.label_smoothing=0.1", "task.label_smoothing is for the loss cross_entropy and next_token"),

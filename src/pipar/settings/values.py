@@ -201,7 +201,10 @@ def weights(value: Any) -> Any:
     is_list = isinstance(value, list | tuple) and len(value) > 0
     if value is None or (is_list and all(is_weight(one) for one in value) and any(value)):
         return value
-    raise ValueError("is not a list of weights; write a number from 0 on for each class, as in [1.0, 6.5]")
+    raise ValueError(
+        "is not a list of weights; write a number from 0 on for each class, as in [1.0, 6.5], or remove the key "
+        "for none"
+    )
 
 
 def is_weight(value: Any) -> bool:
