@@ -127,12 +127,17 @@ def test_each_metric_knows_which_way_is_better() -> None:
 @pytest.mark.parametrize(
     ("name", "task", "sentence"),
     [
-        ("auroc", NUMBERS, "task.metrics names 'auroc', which compares classes, but the loss mse"),
-        ("r2", classification(3), "which compares numbers, but the loss cross_entropy .*: use accuracy"),
+        ("auroc", NUMBERS, "which compares classes, but the loss mse has numbers as targets: use mae, mse, rmse"),
+        ("r2", classification(3), "which compares numbers, but the loss cross_entropy has classes as targets: use acc"),
+        (
+            "f1",
+            Task(OwnLoss(lambda *_: 0.0), InputForm((TensorForm((), torch.int64),))),
+            "does not say whether its targets are classes: write a metric of your own",
+        ),
         (
             "f1",
             Task(OwnLoss(lambda *_: 0.0), InputForm((TensorForm(()),) * 2, is_tuple=True)),
-            "write a function of your own",
+            "write a metric of your own",
         ),
     ],
 )

@@ -68,15 +68,21 @@ def _known(name: str, task: Task) -> NamedMetric:
     info = METRICS[name]
     view = _view_of(task)
     if view is None or view.of != info.of:
-        fitting = [other for other, one in METRICS.items() if view is not None and one.of == view.of]
-        use = f"use {', '.join(fitting)} or a function of your own" if fitting else "write a function of your own"
-        raise ConfigError(
-            f"task.metrics names '{name}', which compares {info.of}, but the loss {task.name} has other targets "
-            f"({task.form}): {use}."
-        )
+        raise ConfigError(f"task.metrics names '{name}', which compares {info.of}, but {_instead(view, task)}.")
     if name == "perplexity":
         view = _View(view.of, partial(_log_likelihoods, task.loss))
     return NamedMetric(name, info.higher_is_better, partial(_FromTorchmetrics, _builder(name, task), view))
+
+
+def _instead(view: _View | None, task: Task) -> str:
+    """Return what targets of the task are, as far as it is known, and what to use for them."""
+    if view is None:
+        return (
+            f"the loss {task.name} does not say whether its targets are classes: write a metric of your own, as "
+            "package.module:function"
+        )
+    fitting = ", ".join(name for name, info in METRICS.items() if info.of == view.of)
+    return f"the loss {task.name} has {view.of} as targets: use {fitting} or a function of your own"
 
 
 # --- what metrics see of outputs and targets
