@@ -26,7 +26,7 @@ from pipar.networks.models import (
     uses_dropout,
 )
 from pipar.tasks.task import classification
-from pipar.tensors.inputs import InputForm
+from pipar.tensors.inputs import InputForm, TensorForm
 from pipar.user_function import load_factory
 
 SMALL = ("vgg5", "resnet18", "mobilenetv3_small")
@@ -329,6 +329,17 @@ def test_model_that_does_not_fit_the_data_is_refused() -> None:
         check_fits(model, (3, 2, 2), classification(4))
     with pytest.raises(ModelError, match="returns a tuple"):
         check_fits(nn.Sequential(nn.Flatten(), nn.LSTM(12, 5)), (3, 2, 2), classification(5))
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 5000), (-1, 499)])
+def test_a_token_beyond_the_vocabulary_is_named(low: int, high: int) -> None:
+    model = nn.Sequential(nn.Embedding(500, 2), nn.Flatten(), nn.Linear(6, 5))
+    check_fits(model, InputForm((TensorForm((3,), torch.int64, 0, 499),)), classification(5))
+    beyond = InputForm((TensorForm((3,), torch.int64, low, high),))
+    with pytest.raises(
+        ModelError, match=rf"index out of range in self\. The values of the samples \(from {low} to {high}\)"
+    ):
+        check_fits(model, beyond, classification(5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -180,7 +180,12 @@ def example_output(model: nn.Module, given: InputForm) -> object:
         return _run_on_example(model, given)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"the model does not take inputs of {given}: {reason}.") from error
+        values = f" The values of {given.ranges} may be beyond its embedding." if _is_out_of_range(error, given) else ""
+        raise ModelError(f"the model does not take inputs of {given}: {reason}.{values}") from error
+
+
+def _is_out_of_range(error: Exception, given: InputForm) -> bool:
+    return isinstance(error, IndexError) and bool(given.ranges)
 
 
 def uses_batch_statistics(model: nn.Module) -> bool:

@@ -155,6 +155,16 @@ class InputForm:
             return ", ".join(f"{name} {form}" for name, form in zip(self.names, self.tensors, strict=True))
         return f"({', '.join(map(str, self.tensors))})" if self.is_tuple else str(self.tensors[0])
 
+    @property
+    def ranges(self) -> str:
+        """The lowest and highest value of each tensor of integers, as text; empty without one."""
+        names = self.names or [f"tensor {number}" for number in range(1, len(self.tensors) + 1)]
+        named = [
+            (name if len(self.tensors) > 1 else "the samples", one)
+            for name, one in zip(names, self.tensors, strict=True)
+        ]
+        return ", ".join(f"{name} (from {one.low} to {one.high})" for name, one in named if one.dtype is not None)
+
     def sample_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one sample."""
         return sum(math.prod(form.shape) * (form.dtype or dtype).itemsize for form in self.tensors)
