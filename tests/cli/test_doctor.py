@@ -193,7 +193,8 @@ def test_the_configured_dataset_must_be_complete(tmp_path: Path, monkeypatch: py
     assert missing.state == "problem"
     assert "pipar data get cifar10" in missing.advice
     own = config_from({"data": {"name": "cifar10", "factory": "a:b"}})
-    assert [one.state for one in doctor_checks.check_data(own, datasets, tmp_path)] == ["ok"]
+    (unchecked,) = doctor_checks.check_data(own, datasets, tmp_path)
+    assert (unchecked.state, unchecked.found[:32]) == ("advice", "data.factory a:b is not checked;")
     monkeypatch.setenv("PIPAR_DATA", str(tmp_path / "typo"))
     assert [one.state for one in doctor_checks.check_data(Config(), datasets, tmp_path / "typo")] == ["advice"]
 

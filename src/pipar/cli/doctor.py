@@ -19,7 +19,7 @@ from pipar.cli.options import CONFIG, JSON, SET, load, options, print_json
 def doctor(config: Path | None, settings: Sequence[str], as_json: bool) -> int:
     """Check this machine and the installation, and say how to fix problems.
 
-    CONFIG is a TOML file; its data and port are checked too. The exit code is 0 if pipar works, else 1.
+    CONFIG is a TOML file; its dataset and port are checked too. The exit code is 0 if pipar works, else 1.
     """
     loaded = load(config, settings)
     from pipar.cli import doctor_checks as checks

@@ -354,6 +354,9 @@ def check_data(config: Config, datasets: Sequence[DatasetInfo], folder: Path) ->
     if os.environ.get("PIPAR_DATA") and not folder.is_dir():
         advice = "Set PIPAR_DATA to the folder of the datasets, or unset it to use ~/.cache/pipar/data."
         return [Finding("data", "advice", f"PIPAR_DATA is {folder}, which does not exist", advice)]
+    if config.data.factory is not None:
+        advice = "It is called when pipar needs the samples: 'pipar plan' with the same configuration shows its errors."
+        return [Finding("data", "advice", f"data.factory {config.data.factory} is not checked; {words}", advice)]
     return [Finding("data", "ok", words)]
 
 
