@@ -453,3 +453,19 @@ def test_a_line_in_another_dtype_has_its_buffers_there_too() -> None:
     before = line.state_dict()
     assert all(tensor.dtype == torch.float64 for tensor in before.values() if tensor.is_floating_point())
     assert any(int(tensor) == 1 for name, tensor in before.items() if name.endswith("num_batches_tracked"))
+
+
+class PassingOn(nn.Module):
+    """Passes on whatever it is given, as the wrappers of adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Residual()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.network(*args, **kwargs)
+
+
+def test_a_wrapper_that_passes_its_inputs_on_is_cut_like_what_it_wraps() -> None:
+    wrapped, bare = (line_of(network.double(), EXAMPLE) for network in (PassingOn(), Residual()))
+    assert len(wrapped) == len(bare) > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import re
@@ -79,7 +80,7 @@ def _lost(network: nn.Module, example: Inputs) -> str | None:
 def _exported(network: nn.Module, example: Inputs) -> torch.export.ExportedProgram:
     batch = {0: torch.export.Dim("batch", min=1)}
     given = tensors_of(example)
-    shapes = (batch,) if isinstance(example, Tensor) else (tuple(batch for _ in given),)
+    shapes = (batch,) if _is_named(network, example) else (tuple(batch for _ in given),)
     modes = [(module, module.training) for module in network.modules()]
     said = io.StringIO()
     try:
@@ -90,6 +91,12 @@ def _exported(network: nn.Module, example: Inputs) -> torch.export.ExportedProgr
     finally:
         for module, training in modes:
             module.training = training
+
+
+def _is_named(network: nn.Module, example: Inputs) -> bool:
+    """Return whether the only input is a parameter of its own; to torch.export, those in `*args` are one tuple."""
+    first = next(iter(inspect.signature(network.forward).parameters.values()), None)
+    return isinstance(example, Tensor) and (first is None or first.kind is not first.VAR_POSITIONAL)
 
 
 @contextmanager
