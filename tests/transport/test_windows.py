@@ -1,4 +1,4 @@
-"""The downlink does not wait for a busy uplink: what a device has to say about it waits behind its activations."""
+"""The downlink does not wait for a busy uplink, although what a device says about it queues after its activations."""
 
 from __future__ import annotations
 
